@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
-
 from model.adapters.config import CONFIG, MAX_CONFIG_BYTES, AdapterConfig
 from model.adapters.file import WEIGHTS, AdapterFile
 from model.adapters.targets import Target, find_targets
@@ -110,12 +108,8 @@ class AdapterReader:
             adapter = Adapter(file, self._modules(file, config))
         except AdapterError as error:
             raise AdapterError(f"{folder / WEIGHTS}: {error}") from None
-        for module in adapter.modules.values():
-            for name in (module.a, module.b):
-                if not np.isfinite(file.read(name)).all():
-                    raise AdapterError(
-                        f"{folder / WEIGHTS}: {name} has numbers that are not finite"
-                    )
+        if (name := file.find_not_finite()) is not None:
+            raise AdapterError(f"{folder / WEIGHTS}: {name} has numbers that are not finite")
         return adapter
 
     def _modules(self, file: AdapterFile, config: AdapterConfig) -> dict[str, LowRank]:
@@ -130,6 +124,10 @@ class AdapterReader:
             if module not in self._targets:
                 raise AdapterError(
                     f"the module {shorten(match['module'])} cannot have an adapter{self._reason(plain)}"
+                )
+            if not config.changes(self._targets[module].layer):
+                raise AdapterError(
+                    f"{shorten(name)} is in a layer that layers_to_transform of {CONFIG} leaves out"
                 )
             matrices = found.setdefault(module, {})
             if (other := matrices.setdefault(match["matrix"], name)) != name:

@@ -113,14 +113,22 @@ class AdapterConfig:
         Raises:
             AdapterError: it does not.
         """
-        stated = self._layers
-        if stated is None:
-            return
-        for layer in stated if isinstance(stated, list) else [stated]:
+        for layer in self._stated_layers:
             if type(layer) is not int or not 0 <= layer < num_layers:
                 raise AdapterError(
                     f"{CONFIG}: layers_to_transform has {shorten(layer)}; the model has layers 0 to {num_layers - 1}"
                 )
+
+    def changes(self, layer: int) -> bool:
+        """Return whether the adapter may change a layer: PEFT reads no tensors of one that it leaves out."""
+        return not self._stated_layers or layer in self._stated_layers
+
+    @property
+    def _stated_layers(self) -> list[Any]:
+        """The value of `layers_to_transform`; empty for all layers, as in PEFT."""
+        if self._layers is None:
+            return []
+        return self._layers if isinstance(self._layers, list) else [self._layers]
 
     def rank(self, module: str) -> int:
         """Return the rank of a module, by its name in PEFT's model."""

@@ -18,6 +18,8 @@ from model.json_input import shorten
 WEIGHTS: Final = "adapter_model.safetensors"
 _PICKLE: Final = "adapter_model.bin"
 _ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+_EXPONENTS: Final = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
+"""Bits of the exponent; all of them are set in numbers that are not finite."""
 _LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 8 << 20
 
@@ -100,6 +102,17 @@ class AdapterFile:
             raise self._damaged("it is truncated or has further bytes")
         return entries
 
+    def find_not_finite(self) -> str | None:
+        """Return the name of a tensor with numbers that are not finite; None if there is none."""
+        dtypes = {it.dtype for it in self.entries.values()}
+        if len(dtypes) == 1 and _is_finite(self._values, dtypes.pop()):
+            return None  # the usual case: all tensors at once
+        for name, (dtype, shape, start) in self.entries.items():
+            stop = start + math.prod(shape) * _ITEM_BYTES[dtype]
+            if not _is_finite(self._values[start:stop], dtype):
+                return name
+        return None
+
     def read(self, name: str) -> NDArray[np.float32]:
         """Return a tensor as float32; a copy."""
         dtype, shape, start = self.entries[name]
@@ -109,3 +122,10 @@ class AdapterFile:
             return (bits.astype(np.uint32) << 16).view(np.float32).reshape(shape)
         kind = np.dtype("<f4" if dtype == "F32" else "<f2")
         return np.frombuffer(self._values, kind, count, start).astype(np.float32).reshape(shape)
+
+
+def _is_finite(values: memoryview, dtype: str) -> bool:
+    """Return whether stored numbers are all finite."""
+    mask = _EXPONENTS[dtype]
+    bits = np.frombuffer(values, np.dtype(f"<u{_ITEM_BYTES[dtype]}"))
+    return not bool(((bits & mask) == mask).any())

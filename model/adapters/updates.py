@@ -12,10 +12,12 @@ from model.decoder import DecoderLM
 from model.errors import AdapterError
 from model.network.adapter_slots import Update, Updates
 from model.network.matrix_shapes import MatrixShape, matrix_shapes
+from model.network.parallel import shard
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.collective.communicator import Communicator
     from model.adapters.adapter import Adapter
     from model.checkpoint.config import ModelConfig
 
@@ -23,15 +25,21 @@ _META: Final = torch.device("meta")
 
 
 class UpdateReader:
-    """Prepares adapters for a model.
+    """Prepares adapters for a model, or for a rank's part of it.
+
+    A rank has the rows of B whose outputs it computes, and the columns of A whose inputs it has. So the sum over all
+    ranks of what they add to the residual stream is what the whole adapter adds.
 
     Args:
         config: of the model.
+        communicator: of the ranks that share it; None for a model that is whole.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._parts = named_parts(DecoderLM(config, device=_META))
-        self._shapes = matrix_shapes(config.network)
+    def __init__(self, config: ModelConfig, communicator: Communicator | None = None) -> None:
+        model = DecoderLM(config, device=_META, communicator=communicator)
+        self._parts = named_parts(model)
+        self._shapes = matrix_shapes(model.network)
+        self._rank = 0 if communicator is None else communicator.rank
 
     def read(self, adapter: Adapter, dtype: torch.dtype) -> Updates:
         """Return what an adapter adds, on the CPU.
@@ -54,11 +62,14 @@ class UpdateReader:
             a = torch.from_numpy(adapter.file.read(module.a))
             b = torch.from_numpy(adapter.file.read(module.b)) * module.scale
             first, stop = target.parts
-            rows = _rows(self._parts[f"{name}.weight"], b)
+            rows = _rows(self._parts[f"{name}.weight"], b, self._rank)
             start = sum(shape.parts[:first])
-            update.a[first:stop, : module.rank] = a
+            update.a[first:stop, : module.rank] = shard(a, (len(a), shape.inputs), self._rank)
             update.b[: module.rank, start : start + len(rows)] = rows.t()
-        if not all(bool(it.isfinite().all()) for update in updates.values() for it in update):
+        ends = torch.stack(
+            [end for update in updates.values() for it in update for end in it.aminmax()]
+        )
+        if not bool(ends.isfinite().all()):
             raise AdapterError(
                 f"{str(dtype).removeprefix('torch.')} cannot hold the adapter's numbers: set --dtype to bfloat16 or"
                 " float32"
@@ -74,8 +85,8 @@ def _empty(shape: MatrixShape, rank: int, dtype: torch.dtype) -> Update:
     )
 
 
-def _rows(part: ParameterPart, b: Tensor) -> Tensor:
-    """Return the rows of B, [N, R], as the model holds those of the matrix."""
+def _rows(part: ParameterPart, b: Tensor, rank: int) -> Tensor:
+    """Return the rows of B, [N, R], as a rank's model holds those of the matrix."""
     held = torch.empty(sum(it.count for it in part.rows), b.shape[1], device=_META)
     of_rows = dataclasses.replace(part, values=held, transposed=False, row_size=None)
-    return torch.cat(of_rows.loaded(b, rank=0))
+    return torch.cat(of_rows.loaded(b, rank))

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 
 from kernels.linear.lora import LoraWeights
-from model.network.matrix_shapes import MatrixShape, matrix_shapes
+from model.network.matrix_shapes import MatrixShape, matrix_shapes, slot_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from model.network.spec import Network
-
-_ALIGNMENT = 16
-"""Ranks are rounded up to a power of two from this number on, as kernels for GPUs multiply them."""
 
 
 class Update(NamedTuple):
@@ -32,18 +29,6 @@ class Update(NamedTuple):
 
 Updates: TypeAlias = dict[tuple[int, str], Update]
 """By layer and name of the matrix."""
-
-
-def slot_rank(rank: int) -> int:
-    """Return the rank of a slot for adapters of up to `rank`."""
-    return max(_ALIGNMENT, 1 << (rank - 1).bit_length())
-
-
-def slot_bytes(network: Network, rank: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a slot."""
-    matrices = (it for layer in matrix_shapes(network) for it in layer.values())
-    numbers = sum(len(it.parts) * it.inputs + sum(it.parts) for it in matrices)
-    return numbers * slot_rank(rank) * dtype.itemsize
 
 
 class AdapterSlots:

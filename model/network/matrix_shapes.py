@@ -1,4 +1,4 @@
-"""The sizes of the matrices of layers. Imports no PyTorch."""
+"""The sizes of the matrices of layers, and of the adapters that change them. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ def stacked_modules(matrix: str, count: int) -> tuple[str, ...]:
     return _STACKED.get((matrix, count), (matrix,))
 
 
+_RANK_ALIGNMENT: Final = 16
+"""Ranks are rounded up to a power of two from this number on, as kernels for GPUs multiply them."""
+
+
 class MatrixShape(NamedTuple):
     """A matrix of a layer: the outputs of each part that it stacks, and its inputs."""
 
@@ -50,3 +54,21 @@ def matrix_shapes(network: Network) -> list[dict[str, MatrixShape]]:
         }
         for it in network.layers
     ]
+
+
+def slot_rank(rank: int) -> int:
+    """Return the rank of a slot for adapters of up to `rank`."""
+    return max(_RANK_ALIGNMENT, 1 << (rank - 1).bit_length())
+
+
+def slot_bytes(network: Network, rank: int, item_bytes: int) -> int:
+    """Return the bytes of a slot for an adapter.
+
+    Args:
+        network: of the model, or of what a rank computes of it.
+        rank: the largest of an adapter.
+        item_bytes: of a number.
+    """
+    matrices = (it for layer in matrix_shapes(network) for it in layer.values())
+    numbers = sum(len(it.parts) * it.inputs + sum(it.parts) for it in matrices)
+    return numbers * slot_rank(rank) * item_bytes

@@ -24,6 +24,7 @@ from server.cli.settings import Settings, check_keys, refusal
 from server.engine.core.start_checks import StartupError
 from server.engine.link.spawn import gpu_variables
 from server.http.adapters.loaded import AdapterBase, read_modules
+from server.http.adapters.names import name_problem
 from server.http.body.request_options import MAX_PRIORITY, MAX_TIMEOUT_MS
 from server.http.config import HTTPConfig, HTTPSettings
 from server.http.edge.key_limits import NO_LIMITS, KeyLimits
@@ -74,6 +75,7 @@ def http_config(
         "chat_template": settings.chat_template and read_template(settings.chat_template),
         "api_key": tuple(keys),
         "allowed_hosts": allowed_hosts,
+        "lora_folder": _lora_folder(settings),
     }
     return HTTPConfig(
         key_limits={key: limits for key, limits in keys.items() if limits != NO_LIMITS},
@@ -104,10 +106,26 @@ def _check_adapters(settings: Settings) -> None:
             raise AdapterError(f"{name} has no effect with --max-loras 0")
     names = settings.served_model_name or (settings.model,)
     for module in settings.lora_modules:
-        if (name := module.partition("=")[0]) in names:
-            raise AdapterError(f"--lora-modules {name}: it is a name of the model")
-    if settings.lora_folder is not None and not Path(settings.lora_folder).is_dir():
-        raise AdapterError(f"--lora-folder {settings.lora_folder} is not a folder")
+        name = module.partition("=")[0]
+        if (problem := name_problem(name, names)) is not None:
+            raise AdapterError(f"--lora-modules {name}: it {problem}")
+
+
+def _lora_folder(settings: Settings) -> str | None:
+    """Return the folder of adapters, in which `~` is the home of a user.
+
+    Raises:
+        AdapterError: there is no such folder.
+    """
+    if settings.lora_folder is None:
+        return None
+    try:
+        folder = Path(settings.lora_folder).expanduser()
+        if folder.is_dir():
+            return str(folder)
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: no such user
+        pass
+    raise AdapterError(f"--lora-folder {settings.lora_folder} is not a folder")
 
 
 def tokenizer_path(settings: Settings, model_path: Path) -> Path:

@@ -179,3 +179,8 @@ class HTTPConfig(HTTPSettings):
     inline_characters: int = 1_000
     keep_alive_seconds: float = 15.0
     send_timeout_seconds: float = 30.0
+
+
+def served_names(config: HTTPConfig) -> tuple[str, ...]:
+    """Return the names of the served model; the first is the one in replies."""
+    return config.served_model_name or (config.model_id,)

@@ -91,6 +91,7 @@ class AppContext:
 
     def close(self) -> None:
         """End the threads and processes; no request may follow."""
+        self.adapters.close()
         self._workers.close()
         self.tokenizer.close()
         self._chat_renderer.close()

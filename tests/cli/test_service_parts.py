@@ -59,12 +59,19 @@ def test_the_bundled_model_continues_text_unless_it_gets_another_chat_template(f
             {"lora_modules": ["m=/x"], "served_model_name": ["m"]},
             "--lora-modules m: it is a name of the model",
         ),
+        ({"lora_modules": ["tgi=/x"]}, "--lora-modules tgi: it means the model"),
+        ({"lora_folder": "~nobody-of-this-name/x"}, "--lora-folder ~nobody-of-this-name/x is not"),
     ],
     ids=str,
 )
 def test_settings_of_adapters_that_cannot_be_used_are_refused(folder, settings, error):
     with pytest.raises(ModelError, match=re.escape(error)):
         config(folder, **settings)
+
+
+def test_the_folder_of_adapters_may_be_in_a_home(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert config(folder, lora_folder=f"~/{folder.name}").lora_folder == str(folder)
 
 
 def test_slots_are_there_where_adapters_may_be(folder):

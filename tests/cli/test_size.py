@@ -68,6 +68,29 @@ def test_the_share_of_a_rank_has_room_for_nccl(size):
     assert cache == pytest.approx(0.5 * memory["total_bytes"] - fixed, rel=0.001)
 
 
+def test_slots_for_adapters_take_memory_of_the_cache(size, tessera):
+    flags = ("--max-loras=16", "--max-lora-rank=20")
+    plain, memory = size()["memory"], size(*flags)["memory"]
+
+    inputs = 3 * 4096 + 4096 + 2 * 4096 + 14336  # q, k and v; output; gate and up; down
+    outputs = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
+    assert plain["adapter_bytes"] == 0
+    assert memory["adapter_bytes"] == 16 * 32 * 32 * 2 * (inputs + outputs), "of rank 32"
+    used = [it["kv_tokens"] * it["kv_bytes_per_token"] for it in (plain, memory)]
+    assert used[0] - used[1] == pytest.approx(0.8 * memory["adapter_bytes"], rel=0.001)
+
+    _, out, _ = tessera("size", "--gpu=h100", *LLAMA, *flags)
+    assert f"slots for adapters {memory['adapter_bytes'] / GIB:.2f} GiB" in out.replace("\n", " ")
+
+
+def test_ranks_share_the_slots_for_adapters(size):
+    whole, half = (
+        size("--max-loras=1", *more)["memory"]["adapter_bytes"]
+        for more in ((), ("--tensor-parallel=2",))
+    )
+    assert whole / 2 < half < 0.9 * whole, "each has all of A or all of B"
+
+
 def test_the_capacity_counts_whole_blocks(size):
     report = size("--kv-cache-tokens=10000", "--input-len=90", "--output-len=11")
 

@@ -6,17 +6,23 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from server.engine.core.messages import EngineInfo, EngineStats
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
-from server.engine.link.front_end.client import EngineUnavailableError
+from server.engine.link.front_end.client import EngineHandle, EngineUnavailableError
 from server.engine.link.front_end.request_stream import RequestStream
 from server.engine.link.front_end.restart_queue import RestartQueue
-from server.engine.link.protocol import AbortTarget, AdapterChange, EngineReport, EngineState
+from server.engine.link.protocol import (
+    AbortTarget,
+    AdapterChange,
+    AdapterRefusal,
+    EngineReport,
+    EngineState,
+)
 from tests.plans import PLAN
 
 INFO = EngineInfo(
@@ -88,7 +94,7 @@ class FakeEngine:
         self.restarts = 0
         self.others: list[EngineReport] = []  # of a service with several engine processes
         self.restart_queue = RestartQueue()
-        self.on_adapter = lambda _change: None
+        self.adapters = EngineHandle()
         self.script: Script = script or say([72, 105], FinishReason.LENGTH)
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
@@ -143,8 +149,15 @@ class FakeEngine:
         await self.script(self, request, stream)
         self.running.discard(request.request_id)
 
-    def announce(self, change: AdapterChange) -> None:
-        self.on_adapter(change)
+    def share_adapters(
+        self, names: Iterable[str], on_change: Callable[[AdapterChange], None]
+    ) -> None:
+        self.adapters.share_adapters(names, on_change)
+
+    async def change_adapters(
+        self, change: AdapterChange, *, replaces: bool = False
+    ) -> AdapterRefusal | None:
+        return await self.adapters.change_adapters(change, replaces=replaces)
 
     def abort(self, request_id: int) -> None:
         self.aborted.append(request_id)

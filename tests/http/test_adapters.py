@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from model.errors import ModelFolderError
+from server.http.adapters import recent
 from server.http.adapters.loaded import AdapterBase, read_adapter, read_modules
 from server.http.edge.key_limits import KeyLimits
 from tests.http.fakes import silent
@@ -162,6 +164,7 @@ async def test_other_keys_and_services_without_keys_change_no_adapters(
     [
         ("sql", "sql", "`sql` is loaded already"),
         ("fake/model", "sql", "is a name of the model"),
+        ("tgi", "sql", "`tgi` means the model, whatever its name is"),
         ("../x", "sql", "must be letters, digits"),
         ("a\nb", "sql", "must be letters, digits"),
         ("x", "base", "has no adapter_config.json"),
@@ -297,7 +300,8 @@ async def test_the_limit_of_names_holds_for_loads_at_once(
     open_client, limits, folders, monkeypatch
 ):
     client = await open_client(**limits | KEYS)
-    monkeypatch.setattr("server.http.adapters.table._MOST", 2)
+    monkeypatch.setattr("server.engine.link.front_end.adapter_names.MAX_ADAPTERS", 2)
+    monkeypatch.setattr("server.http.adapters.table.MAX_ADAPTERS", 2)
     reads = SlowReads(monkeypatch)
     loads = [asyncio.create_task(load(client, it, folders / "chat")) for it in "xy"]
     await reads.begin(2)
@@ -324,7 +328,7 @@ async def test_an_adapter_that_is_loaded_while_the_folder_is_read_is_kept(
         client.post("/v1/completions", json=completion("one"), headers=USER)
     )
     await reads.begin()
-    loaded = asyncio.create_task(load(client, "one", folders / "chat"))
+    loaded = asyncio.create_task(load(client, "one", folders / "chat", load_inplace=True))
     await reads.begin()
     reads.may_end["chat"].set()
     assert (await loaded).status_code == 200
@@ -390,6 +394,160 @@ async def test_paths_of_the_service_are_told_to_keys_that_manage_adapters(with_f
     assert hidden.status_code == 400
     assert "secret" not in hidden.text
     assert "the log has the reason" in hidden.text
+
+
+class Clock:
+    """The time that memories of failures read."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr("server.http.adapters.recent.time.monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def ask(client, name):
+    return client.post("/v1/completions", json=completion(name), headers=USER)
+
+
+async def test_a_name_that_is_absent_is_looked_up_once_in_a_while(
+    with_folder, folders, monkeypatch, clock
+):
+    client, folder = with_folder
+    original, looked_up = Path.is_file, []
+
+    def is_file(path):
+        looked_up.append(path)
+        return original(path)
+
+    monkeypatch.setattr("pathlib.Path.is_file", is_file)
+    assert (await ask(client, "new")).status_code == 404
+    seen = len(looked_up)
+    assert (await ask(client, "new")).status_code == 404
+    assert len(looked_up) == seen
+
+    shutil.copytree(folders / "chat", folder / "new")
+    assert (await ask(client, "new")).status_code == 404
+    clock.now = recent.SECONDS
+    assert (await ask(client, "new")).status_code == 200
+
+
+async def test_an_adapter_that_cannot_be_used_is_read_again_when_it_changes_or_after_a_while(
+    with_folder, monkeypatch, clock
+):
+    client, folder = with_folder
+    reads = []
+
+    def read(reader, name, path):
+        reads.append(name)
+        return read_adapter(reader, name, path)
+
+    monkeypatch.setattr("server.http.adapters.table.read_adapter", read)
+    good = (folder / "one" / "adapter_config.json").read_text()
+    (folder / "one" / "adapter_config.json").write_text("{")
+    for _ in range(3):
+        assert "is not valid JSON" in (await ask(client, "one")).text
+    assert len(reads) == 1
+    clock.now = recent.SECONDS
+    assert (await ask(client, "one")).status_code == 400
+    assert len(reads) == 2
+
+    (folder / "one" / "adapter_config.json").write_text(good)
+    assert (await ask(client, "one")).status_code == 200
+    assert len(reads) == 3
+
+
+async def test_a_repository_that_cannot_be_downloaded_is_not_asked_for_at_once_again(
+    open_client, limits, monkeypatch, clock
+):
+    client = await open_client(**limits | KEYS)
+    asked = []
+
+    def read(reader, name, path):
+        asked.append(path)
+        raise ModelFolderError(f"no repository {path}")
+
+    monkeypatch.setattr("server.http.adapters.table.read_adapter", read)
+    for _ in range(2):
+        response = await load(client, "x", "some-org/absent")
+        assert response.status_code == 400
+        assert "no repository some-org/absent" in response.text
+    assert len(asked) == 1
+    clock.now = recent.SECONDS
+    await load(client, "x", "some-org/absent")
+    assert len(asked) == 2
+
+
+async def test_the_reads_of_a_folder_are_bounded(with_folder, folders, monkeypatch):
+    client, folder = with_folder
+    monkeypatch.setattr("server.http.adapters.folder._MOST_READS", 1)
+    shutil.copytree(folders / "chat", folder / "two")
+    reads = SlowReads(monkeypatch)
+    first = asyncio.create_task(ask(client, "one"))
+    await reads.begin()
+
+    refused = await ask(client, "two")
+    assert refused.status_code == 429
+    assert "adapters are being read" in refused.text
+    assert refused.headers["retry-after"]
+    reads.may_end["one"].set()
+    assert (await first).status_code == 200
+
+
+async def test_an_adapter_that_was_read_is_found_while_others_are_read(
+    with_folder, folders, monkeypatch
+):
+    client, folder = with_folder
+    assert (await ask(client, "one")).status_code == 200
+    for name in ("two", "three"):
+        shutil.copytree(folders / "chat", folder / name)
+    reads = SlowReads(monkeypatch)
+    others = [asyncio.create_task(ask(client, it)) for it in ("two", "three")]
+    await reads.begin(2)
+
+    assert (await ask(client, "one")).status_code == 200
+    for name in ("two", "three"):
+        reads.may_end[name].set()
+    assert [it.status_code for it in await asyncio.gather(*others)] == [200, 200]
+
+
+async def test_names_of_any_model_mean_the_model_although_the_folder_has_them(
+    with_folder, folders, engine
+):
+    client, folder = with_folder
+    shutil.copytree(folders / "chat", folder / "tgi")
+    assert (await ask(client, "tgi")).status_code == 200
+    assert engine.requests[0].adapter is None
+
+
+async def test_the_names_of_the_model_are_adapter_ids_without_an_adapter(client, engine):
+    body = {"inputs": "hi", "parameters": {"adapter_id": "fake/model"}}
+    assert (await client.post("/generate", json=body)).status_code == 200
+    assert engine.requests[0].adapter is None
+
+
+async def test_an_adapter_in_the_folder_is_replaced_only_in_place(with_folder, folders, engine):
+    client, _ = with_folder
+    response = await load(client, "one", folders / "chat")
+    assert response.status_code == 400
+    assert "`one` is in --lora-folder already; `load_inplace` true replaces it" in response.text
+    assert (await load(client, "one", folders / "chat", load_inplace=True)).status_code == 200
+    await ask(client, "one")
+    assert (await unload(client, "one")).status_code == 200
+    await ask(client, "one")
+    assert [Path(it.adapter.path).name for it in engine.requests] == ["chat", "one"]
+
+
+async def test_the_engine_may_tell_paths_to_requests_whose_key_manages_adapters(
+    open_client, limits, engine
+):
+    client = await open_client(**limits | KEYS)
+    for headers in (USER, ADMIN):
+        await client.post("/v1/completions", json=completion("sql"), headers=headers)
+    assert [it.adapter.shows_paths for it in engine.requests] == [False, True]
 
 
 async def test_a_folder_that_may_not_be_read_is_an_error_of_the_request(with_folder, monkeypatch):

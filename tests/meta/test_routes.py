@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from server.engine.link.front_end.client import EngineHandle
 from server.http.app import create_app
 from server.http.config import HTTPConfig
 
@@ -53,7 +54,7 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def app():
-    client = SimpleNamespace(restart_queue=SimpleNamespace())
+    client = EngineHandle()
     tokenizer = SimpleNamespace(folder=None, library=Tokenizer(BPE()), is_linear=True, growth=1.0)
     return create_app(client, tokenizer, HTTPConfig(model_id="none"))
 

@@ -148,7 +148,7 @@ class GatedDelta:
             **self._sizes, **self._padded, **sizes, **self._has_bias, ROWS=_ROWS,
             num_warps=8,
         )  # fmt: skip
-        solve_blocks[groups, count](
+        solve_blocks[heads, count](
             gates, *decay, *where[:2], keys_of, squares, factors, segments.num_prompts, gates.stride(0),
             H=heads, G=groups, BK=keys, **sizes, LEVELS=_LEVELS,
             OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,

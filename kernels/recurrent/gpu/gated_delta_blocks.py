@@ -145,7 +145,7 @@ def solve_blocks(
     H: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     SEQS: tl.constexpr, OPERANDS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores and the inverse of the heads of one key head in one block; program (key head, block).
+    """Compute the scores and the inverse of one head in one block; program (head, block).
 
     Args:
         gates: [T, b | a], of the tokens of prompts.
@@ -157,7 +157,7 @@ def solve_blocks(
         LEVELS: CHUNK = 2^LEVELS.
         OPERANDS: of `invert`.
     """
-    group = tl.program_id(0)
+    head = tl.program_id(0)
     number = tl.program_id(1)
     prompt, first, length, block, begin = find_block(
         cu_seqlens, positions, num_prompts, number, CHUNK, SEQS
@@ -167,33 +167,31 @@ def solve_blocks(
         place = tl.maximum(block * CHUNK - begin, 0) + token
         is_token = place < tl.minimum((block + 1) * CHUNK - begin, length)
         key = tl.arange(0, BK)
-        at = (number * (2 * G) + group).to(tl.int64) * (CHUNK * BK)
+        at = (number * (2 * G) + head // (H // G)).to(tl.int64) * (CHUNK * BK)
         at_key = keys + at + token[:, None] * BK + key[None, :]
         dtype: tl.constexpr = keys.dtype.element_ty
         q = tl.load(at_key)
         k = tl.load(at_key + G * (CHUNK * BK))
         kk = tl.dot(k, tl.trans(k), input_precision="tf32x3")
         qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
-        for i in tl.static_range(H // G):
-            head = group * (H // G) + i
-            address = gates + (first + place).to(tl.int64) * gates_stride
-            g, beta = load_gates(address, a_log, dt_bias, head, is_token, H)
-            # Sums of strong decays differ by weak ones, so they need more digits than float32 has.
-            total = tl.cumsum(g.to(tl.float64), 0)
-            high = total.to(tl.float32)
-            low = (total - high.to(tl.float64)).to(tl.float32)
-            it = (number * H + head).to(tl.int64)
-            end_high = tl.sum(tl.where(token == CHUNK - 1, high, 0.0), 0)
-            end_low = tl.sum(tl.where(token == CHUNK - 1, low, 0.0), 0)
-            factor = factors + it * (FACTORS * CHUNK) + token
-            tl.store(factor, beta)
-            tl.store(factor + CHUNK, tl.exp(high))
-            tl.store(factor + 2 * CHUNK, tl.exp((end_high - high) + (end_low - low)))
-            causal = token[:, None] >= token[None, :]
-            distance = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-            between = tl.where(causal, tl.exp(tl.where(causal, distance, 0.0)), 0.0)
-            square = squares + it * (2 * CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :]
-            tl.store(square, (qk * between).to(dtype))
-            lower = tl.where(token[:, None] > token[None, :], beta[:, None] * kk * between, 0.0)
-            inverse = invert(lower, CHUNK, LEVELS, OPERANDS)
-            tl.store(square + CHUNK * CHUNK, inverse.to(dtype))
+        address = gates + (first + place).to(tl.int64) * gates_stride
+        g, beta = load_gates(address, a_log, dt_bias, head, is_token, H)
+        # Sums of strong decays differ by weak ones, so they need more digits than float32 has.
+        total = tl.cumsum(g.to(tl.float64), 0)
+        high = total.to(tl.float32)
+        low = (total - high.to(tl.float64)).to(tl.float32)
+        it = (number * H + head).to(tl.int64)
+        end_high = tl.sum(tl.where(token == CHUNK - 1, high, 0.0), 0)
+        end_low = tl.sum(tl.where(token == CHUNK - 1, low, 0.0), 0)
+        factor = factors + it * (FACTORS * CHUNK) + token
+        tl.store(factor, beta)
+        tl.store(factor + CHUNK, tl.exp(high))
+        tl.store(factor + 2 * CHUNK, tl.exp((end_high - high) + (end_low - low)))
+        causal = token[:, None] >= token[None, :]
+        distance = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+        between = tl.where(causal, tl.exp(tl.where(causal, distance, 0.0)), 0.0)
+        square = squares + it * (2 * CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :]
+        tl.store(square, (qk * between).to(dtype))
+        lower = tl.where(token[:, None] > token[None, :], beta[:, None] * kk * between, 0.0)
+        inverse = invert(lower, CHUNK, LEVELS, OPERANDS)
+        tl.store(square + CHUNK * CHUNK, inverse.to(dtype))

@@ -12,6 +12,7 @@ import msgspec
 from model.helper_process.command import module_command
 from server.cli.front_end.config import STOP_SIGNAL, FrontEndConfig
 from server.engine.link.child_process import ChildProcess, ChildStartError
+from server.engine.link.front_end.adapter_names import AdapterNames
 from server.engine.link.shared_file import shared_file
 from server.engine.link.spawn import (
     DUMP_SECONDS,
@@ -121,6 +122,7 @@ class FrontEndPool:
         on_signal: Callable[[], object] = lambda: None,
     ) -> None:
         self._hub = hub
+        hub.adapter_names = AdapterNames(it.ref.name for it in limits.adapters)
         self._note_signal = on_signal
         self._log_format = log_format
         self._listeners = listeners

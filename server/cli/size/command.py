@@ -21,7 +21,7 @@ from server.cli.size.estimate import (
     Estimate,
     estimate,
     resolve_sizes,
-    states_text,
+    slots_text,
 )
 from server.engine.core.memory.kv_demand import GIB, NotEnoughMemoryError
 from server.engine.core.start_checks import StartupError
@@ -76,7 +76,7 @@ def render(report: Estimate, model: str) -> str:
         f"{report.gpu_name}, {memory.total_bytes / GIB:.1f} GiB: {model} in {report.dtype}{weights}{cache}",
         f"memory    weights {memory.weight_bytes / GIB:.2f} GiB, activations about "
         f"{memory.activation_bytes / GIB:.2f} GiB, CUDA about {memory.cuda_bytes / GIB:.2f} GiB"
-        f"{states_text(memory.state_bytes, memory.state_snapshots)}; "
+        f"{slots_text(memory.state_bytes, memory.state_snapshots, memory.adapter_bytes)}; "
         f"KV cache {used / GIB:.2f} GiB = {memory.kv_tokens} tokens of "
         f"{memory.kv_bytes_per_token / 2**10:g} KiB ({memory.kv_why})",
         f"requests  {first} (prompt {report.input_len}, answer {report.output_len}){longest} fit at the same "

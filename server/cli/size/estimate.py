@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from model.adapters.targets import find_targets
 from model.checkpoint.dtypes import gpu_dtype_name, resolve_quantization
 from model.device.quantizations import loaded_format
 from model.errors import UnsupportedModelError
+from model.network.matrix_shapes import slot_bytes
 from model.network.sizes import ModelSizes, dtype_bytes
 from model.network.spec import Attention
 from model.network.state import quantized_kv_dtype
@@ -49,7 +51,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on the GPU. Those of activations and of CUDA are estimates; the service measures them when it starts.
 
     `state_bytes` are those of the slots for states of fixed size, 0 if no layer has one; of the slots,
-    `state_snapshots` are for the prefix cache.
+    `state_snapshots` are for the prefix cache. `adapter_bytes` are those of the slots for adapters.
     """
 
     total_bytes: int
@@ -61,6 +63,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     kv_why: str
     state_bytes: int
     state_snapshots: int
+    adapter_bytes: int
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +116,8 @@ def resolve_sizes(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> Mo
         ModelError: the model is not supported, or the GPU does not support the quantization.
     """
     num_ranks, stored = config.tensor_parallel, model.weight_format
+    if config.max_loras:
+        find_targets(model)
     if reasons := model.parallel_unsupported(num_ranks):
         raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")
     quantization = resolve_quantization(config.quantization, arch, config.dtype, tuple, stored)
@@ -169,20 +174,24 @@ def _memory(
         activation_bytes += recorded_bytes(limits, config.block_size, row_bytes)
     state = model.network.state(quantized_kv_dtype(config.kv_cache_dtype) or model.dtype_name)
     total, share = arch.memory_mib * MIB, config.gpu_memory_utilization
+    adapter_bytes = (config.max_loras or 0) * slot_bytes(
+        model.network, config.max_lora_rank, element
+    )
+    loaded_bytes = weight_bytes + adapter_bytes
     demand = kv_cache_demand(
         config,
         limits,
         state,
         activation_bytes + GPU_HEADROOM_BYTES,
-        None if share is None else Allowance(share, total, weight_bytes),
+        None if share is None else Allowance(share, total, loaded_bytes),
     )
-    free = total - CUDA_BYTES - weight_bytes
+    free = total - CUDA_BYTES - loaded_bytes
     if free < demand.kept_bytes + demand.slots_bytes + demand.block_bytes:
         raise NotEnoughMemoryError(
             f"the model does not fit: {arch.name} has {total / GIB:.1f} GiB, "
             f"weights take {weight_bytes / GIB:.2f} GiB, "
             f"activations and CUDA about {(CUDA_BYTES + demand.kept_bytes) / GIB:.2f} GiB"
-            f"{states_text(demand.slots_bytes, demand.requested_snapshots or 0)}"
+            f"{slots_text(demand.slots_bytes, demand.requested_snapshots or 0, adapter_bytes)}"
         )
     size = size_within(demand, free, default_share(demand, _ON_DEVICE), arch.name)
     return Memory(
@@ -195,14 +204,17 @@ def _memory(
         kv_why=size.why,
         state_bytes=(limits.max_num_seqs + size.num_snapshots) * demand.slot_bytes,
         state_snapshots=size.num_snapshots,
+        adapter_bytes=adapter_bytes,
     )
 
 
-def states_text(state_bytes: int, num_snapshots: int) -> str:
-    """Return a part of a list of what takes memory; empty if there are no states of fixed size."""
-    if not state_bytes:
-        return ""
-    return f", states of sequences and {num_snapshots} snapshots {state_bytes / GIB:.2f} GiB"
+def slots_text(state_bytes: int, num_snapshots: int, adapter_bytes: int) -> str:
+    """Return a part of a list of what takes memory; empty without states of fixed size and adapters."""
+    parts = {
+        f"states of sequences and {num_snapshots} snapshots": state_bytes,
+        "slots for adapters": adapter_bytes,
+    }
+    return "".join(f", {name} {it / GIB:.2f} GiB" for name, it in parts.items() if it)
 
 
 def _activations(network: Network, element: int, limits: SchedulerConfig) -> int:

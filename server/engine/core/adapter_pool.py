@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import math
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from model.errors import ModelError, without_paths
 from server.engine.core.messages import MAX_LISTED_ADAPTERS
+from server.engine.core.queue.length_counts import LengthCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +30,8 @@ log = logging.getLogger("tessera.engine")
 
 _MOST_READS: Final = 2
 """Files that are read at a time."""
+_MOST_WRITTEN: Final = 32 << 20
+"""Bytes after which no further adapter is written between two steps while sequences run: 6 ms at 5 GB/s."""
 _WAIT_SECONDS: Final = 0.002
 """How long `take` waits; messages of the front end wait as long."""
 
@@ -41,6 +45,12 @@ class AdapterLoader(Protocol):
     def write(self, slot: int, content: Any, /) -> None:  # noqa: ANN401 - the loader's own
         """Queue the copy of an adapter to a slot that no sequence holds."""
 
+    def drop(self, content: Any, /) -> None:  # noqa: ANN401 - likewise
+        """Forget an adapter that `write` gets no more."""
+
+    def num_bytes(self, content: Any, /) -> int:  # noqa: ANN401 - likewise
+        """Return the bytes that `write` copies."""
+
 
 class AdapterPool:
     """Owns the slots, the adapters in host memory and the waiting sequences.
@@ -49,7 +59,7 @@ class AdapterPool:
     no sequence holds and whose last sequence ended first. If all are held, a slot drains for each adapter in host
     memory: the one whose sequences have the lowest priority, then the one that the fewest hold. New sequences of its
     adapter wait like any others, so that an adapter in constant use keeps no other one out. A slot that was just
-    written does not drain.
+    written does not drain. Between two steps only so many adapters are written that running sequences wait little.
 
     Adapters are read for the first sequences that wait, as many as host memory has room for. For the very first one, an
     adapter that has a slot may leave host memory; it is read again if it needs another slot.
@@ -65,11 +75,13 @@ class AdapterPool:
         num_reads: adapters read from files.
         num_writes: adapters written to slots.
         num_evictions: adapters that lost their slot to another one.
+        by_length: counts of the waiting sequences.
     """
 
     def __init__(self, num_slots: int, capacity: int, loader: AdapterLoader) -> None:
         assert 0 < num_slots <= capacity
         self.num_reads = self.num_writes = self.num_evictions = 0
+        self.by_length = LengthCounts.zeros()
         self._capacity, self._loader = capacity, loader
         # By digest, those used longest ago first.
         self._contents: OrderedDict[str, Any] = OrderedDict()
@@ -137,16 +149,20 @@ class AdapterPool:
             else:
                 self._stop_waiting(sequence)
                 self._returned.discard(sequence.request_id)
-                ended.append((sequence, failure))
+                if not adapter.shows_paths:
+                    failure = without_paths(failure, adapter.path)
+                ended.append((sequence, f"the adapter cannot be loaded: {failure}"))
         placed: set[str] = set()
         idle = iter([it for it in self._slots if not self._holders[it]])
+        written, most = 0, _MOST_WRITTEN if self._held else math.inf
         for digest, sequences in groups.items():
             if not (self._is_open(digest) or self._reopen(digest)):
                 if digest in self._slots or digest not in self._contents:
                     continue
-                if not self._place(digest, idle):
+                if written >= most or not self._place(digest, idle):
                     continue
                 placed.add(digest)
+                written += self._loader.num_bytes(self._contents[digest])
             for sequence in sequences:
                 self._stop_waiting(sequence)
                 self._hold(sequence)
@@ -156,7 +172,8 @@ class AdapterPool:
             for digest, sequences in groups.items()
             if digest in self._wanted and digest not in self._slots
         }
-        self._drain(absent, placed)
+        num_open = len(self._free) + sum(not self._holders[it] for it in idle)
+        self._drain(absent, placed, num_open)
         self._read(absent)
         return ended
 
@@ -221,13 +238,16 @@ class AdapterPool:
         assert not self._contents.keys() & self._reading.keys()
         assert len(self._contents) + len(self._reading) <= self._capacity
         assert len(self._reading) <= _MOST_READS
+        assert self.by_length == LengthCounts.of(self._waiting.values())
 
     def _wait(self, sequence: Sequence) -> None:
         self._waiting[sequence.request_id] = sequence
         self._wanted[_adapter(sequence).digest] += 1
+        self.by_length.add(sequence)
 
     def _stop_waiting(self, sequence: Sequence) -> None:
         del self._waiting[sequence.request_id]
+        self.by_length.add(sequence, -1)
         digest = _adapter(sequence).digest
         self._wanted[digest] -= 1
         if not self._wanted[digest]:
@@ -262,12 +282,10 @@ class AdapterPool:
             if error is None:
                 self._contents[digest] = future.result()
             elif isinstance(error, ModelError):
-                failures[digest, path] = (
-                    f"the adapter cannot be loaded: {without_paths(str(error), path)}"
-                )
+                failures[digest, path] = str(error)
                 log.error("an adapter cannot be loaded: %s", error)
             else:
-                failures[digest, path] = "the adapter cannot be loaded: an internal error"
+                failures[digest, path] = "an internal error"
                 log.error("reading an adapter failed", exc_info=error)
         return failures
 
@@ -303,17 +321,20 @@ class AdapterPool:
         self._slots[digest] = slot
         return True
 
-    def _drain(self, absent: Mapping[str, Sequence], placed: AbstractSet[str]) -> None:
+    def _drain(
+        self, absent: Mapping[str, Sequence], placed: AbstractSet[str], num_open: int
+    ) -> None:
         """Let a slot drain for each adapter that was read and has none; let no more drain than adapters have none.
 
         Args:
             absent: the first waiting sequence of each adapter without a slot, by digest, in the order of service.
             placed: adapters that have just got their slots.
+            num_open: slots that nothing holds, which the first of `absent` will get.
         """
         while len(self._draining) > len(absent):
             self._draining.popitem()
         ready = [it.priority for digest, it in absent.items() if digest in self._contents]
-        num_missing = len(ready) - len(self._draining)
+        num_missing = len(ready) - num_open - len(self._draining)
         if num_missing <= 0 or len(self._draining) + len(placed) >= len(self._slots):
             return
         best: dict[str, int] = {}
@@ -357,7 +378,7 @@ class AdapterPool:
             victim = max(behind, key=ranks.__getitem__, default=None)
         if victim is None:
             return False
-        del self._contents[victim]
+        self._loader.drop(self._contents.pop(victim))
         return True
 
 

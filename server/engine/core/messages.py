@@ -19,6 +19,8 @@ from server.engine.settings import EngineSettings
 
 MAX_LISTED_ADAPTERS: Final = 32
 """Names of adapters in a list of `EngineStats`."""
+_CPU_LORAS: Final = 4
+"""Adapters in the memory of the host for each slot."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,13 @@ class EngineConfig(EngineSettings):
     model_id: str
     engine: int = 0
     num_engines: int = 1
+
+    @property
+    def num_host_adapters(self) -> int:
+        """Adapters that the memory of the host holds; 0 without slots for adapters."""
+        if not self.max_loras:
+            return 0
+        return max(self.max_loras, self.max_cpu_loras or _CPU_LORAS * self.max_loras)
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

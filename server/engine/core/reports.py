@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from server.engine.core.messages import EngineStats, EngineTotals, StepMessage, encode_totals
+from server.engine.core.queue.length_counts import LengthCounts
 from server.standard_error import num_dropped_lines
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class StatsReporter:
     def read(self) -> EngineStats:
         """Return the current gauges and counters."""
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
-        accounting, waiting = scheduler.accounting, scheduler.waiting
+        accounting, waiting = scheduler.accounting, self._waiting()
         used, adapters = blocks.num_blocks - blocks.num_free_blocks, self._adapters
         num_waiting = scheduler.num_waiting + len(self._compiling)
         others: dict[str, Any] = {}
@@ -138,9 +139,9 @@ class StatsReporter:
             num_reserved_tokens=accounting.num_reserved_tokens,
             num_free_places=scheduler.num_free_places,
             num_prefill_tokens=scheduler.num_prefill_tokens,
-            waiting_by_length=list(waiting.num_by_length) if waiting else [],
-            waiting_tokens_by_length=list(waiting.num_tokens_by_length) if waiting else [],
-            waiting_output_by_length=list(waiting.output_by_length) if waiting else [],
+            waiting_by_length=waiting.sequences if waiting else [],
+            waiting_tokens_by_length=waiting.tokens if waiting else [],
+            waiting_output_by_length=waiting.output if waiting else [],
             prompt_rate=scheduler.prompt_rate.value,
             output_rate=scheduler.output_rate.value,
             output_means=list(scheduler.output_means),
@@ -156,6 +157,13 @@ class StatsReporter:
             totals=self._totals(),
             **others,
         )
+
+    def _waiting(self) -> LengthCounts | None:
+        """Return copies of the counts of what waits for a place or for an adapter; None if nothing does."""
+        queued, adapters = self._scheduler.waiting, self._adapters
+        if adapters:
+            return queued.by_length.plus(adapters.by_length)
+        return LengthCounts(*map(list, queued.by_length)) if queued else None
 
     def _totals(self) -> msgspec.Raw:
         """Return the encoded totals, which are renewed after `_TOTALS_SECONDS` or when there is no work left."""

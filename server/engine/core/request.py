@@ -40,11 +40,13 @@ class AdapterRef(msgspec.Struct, frozen=True):
         name: by which requests choose it.
         path: of its folder on this machine.
         digest: of its files, see `model.adapters.file.AdapterFile`; the engine uses no other ones.
+        shows_paths: whether an error may tell the request's client paths of this machine.
     """
 
     name: str
     path: str
     digest: str
+    shows_paths: bool = False
 
 
 class GenerateRequest(

@@ -50,7 +50,7 @@ class Sequence:
         num_tokens_in_flight: tokens that started steps sample and that are not committed yet.
         num_void_results: results of started steps that will be ignored, since other tokens took their positions.
         max_num_tokens: prompt plus `max_new_tokens`; the sequence ends at this length.
-        expected_output: tokens that it will probably generate; set by `LiveSequences.add`.
+        expected_output: tokens that it will probably generate; set by `LiveSequences`.
         block_table: ids of the blocks that hold its keys and values, in order of position.
         capacity: number of known tokens up to which it is scheduled without another look: those that its blocks hold,
             and fewer than `max_num_tokens`.

@@ -10,9 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from model.adapters.targets import find_targets
 from model.checkpoint.cpu_dtype import prefers_bfloat16_on_cpu
 from model.device.host_memory import total_host_bytes
 from model.device.quantizations import CPU_QUANTIZATIONS
+from model.errors import AdapterError
 from model.families.unlisted import NAME
 from model.network.state import quantized_kv_dtype
 from server.engine.core.memory.kv_demand import (
@@ -66,6 +68,11 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
         )
     if model.network.modules is not None:
         check_with_modules(config)
+    if config.max_loras:
+        try:
+            find_targets(model)
+        except AdapterError as error:
+            raise StartupError(f"--max-loras {config.max_loras}: {error}") from None
     if reasons := model.parallel_unsupported(config.tensor_parallel):
         raise StartupError(f"--tensor-parallel {config.tensor_parallel}: {'; '.join(reasons)}")
     folder = config.compiled_kernels

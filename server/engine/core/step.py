@@ -97,6 +97,7 @@ class DecodeBatch:
         sequences: of the rows.
         request_ids: theirs.
         deterministic: whether one of them is.
+        has_adapters: whether one of them has one.
         extra_columns: of the steps with these sequences, see `Bucket`; None until they are known.
     """
 
@@ -104,6 +105,7 @@ class DecodeBatch:
         "__weakref__",
         "deterministic",
         "extra_columns",
+        "has_adapters",
         "request_ids",
         "sequences",
     )
@@ -112,6 +114,7 @@ class DecodeBatch:
         self.sequences = sequences
         self.request_ids = [sequence.request_id for sequence in sequences]
         self.deterministic = any(map(_deterministic, sequences))
+        self.has_adapters = any(it.adapter is not None for it in sequences)
         self.extra_columns: tuple[str, ...] | None = None
 
 

@@ -98,8 +98,12 @@ class RequestPrompt(msgspec.Struct, frozen=True, tag="generate"):
     @property
     def part(self) -> Hashable:
         """The part of the prefix cache that it uses."""
-        digest = None if self.adapter is None else self.adapter.digest
-        return self.cache_salt, self.deterministic, digest
+        return self.cache_salt, self.deterministic, self.digest
+
+    @property
+    def digest(self) -> str | None:
+        """The digest of its adapter; None for none."""
+        return None if self.adapter is None else self.adapter.digest
 
 
 class AbortTarget(msgspec.Struct, frozen=True):
@@ -184,7 +188,7 @@ class ExternalAborted(msgspec.Struct, frozen=True, tag="external_aborted"):
 
 
 class AdapterChange(msgspec.Struct, frozen=True, tag="adapter"):
-    """An adapter was loaded or unloaded while the service runs: from a front end to the hub, and to all front ends.
+    """An adapter is loaded or unloaded while the service runs: from the hub to all front ends, in one order.
 
     Attributes:
         name: by which requests choose it.
@@ -197,6 +201,40 @@ class AdapterChange(msgspec.Struct, frozen=True, tag="adapter"):
     rank: int = 0
 
 
+class AdapterRefusal(enum.Enum):
+    """Why a change of adapters is not made: the name is in use, there are too many, or none has the name."""
+
+    TAKEN = "taken"
+    FULL = "full"
+    UNKNOWN = "unknown"
+
+
+class AdapterProposal(msgspec.Struct, frozen=True, tag="propose_adapter"):
+    """A front end asks the hub for a change of adapters.
+
+    Attributes:
+        serial: identifies the reply among those to the same front end.
+        change: that is made if the hub accepts it.
+        replaces: whether an adapter may be loaded in place of another one of its name.
+    """
+
+    serial: int
+    change: AdapterChange
+    replaces: bool = False
+
+
+class AdapterVerdict(msgspec.Struct, frozen=True, tag="adapter_verdict"):
+    """The hub's reply to `AdapterProposal`, after the change if it was made.
+
+    Attributes:
+        serial: of the message that it answers.
+        refusal: why the change was not made; None if it was.
+    """
+
+    serial: int
+    refusal: AdapterRefusal | None = None
+
+
 HubMessage = (
     EngineStatus
     | RequestsLost
@@ -205,4 +243,5 @@ HubMessage = (
     | ExternalAborted
     | HubHeartbeat
     | AdapterChange
+    | AdapterVerdict
 )

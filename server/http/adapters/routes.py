@@ -63,7 +63,7 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
         body = await _read(request, context, UnloadAdapterBody)
         if body is None:
             return Response(status_code=_CLIENT_CLOSED)
-        context.adapters.unload(body.lora_name)
+        await context.adapters.unload(body.lora_name)
         log.info("unloaded the adapter %s", body.lora_name)
         text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         return PlainTextResponse(text)

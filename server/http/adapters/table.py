@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import os
-import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from model.adapters.config import CONFIG
-from model.adapters.file import WEIGHTS
+import msgspec
+
+from model.device.niceness import give_way
 from model.errors import ModelError, without_paths
-from server.engine.link.protocol import AdapterChange
+from server.engine.link.front_end.adapter_names import MAX_ADAPTERS
+from server.engine.link.protocol import AdapterChange, AdapterRefusal
 from server.errors import UnknownModelError, ValidationError
+from server.http.adapters.folder import AdapterFolder
 from server.http.adapters.loaded import LoadedAdapter, read_adapter
+from server.http.adapters.names import NAME, name_problem
+from server.http.adapters.recent import Recent
 from server.http.body.validation import quote
+from server.http.config import served_names
 from server.http.request_id import current_request
 
 if TYPE_CHECKING:
@@ -34,61 +38,68 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera")
 
-NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
-_MOST: Final = 65_536
-"""Names in the table."""
 _LISTED: Final = 16
 """Names in an error."""
-_SCANNED: Final = 256
-"""Entries of the folder that are looked at for these."""
+_THREADS: Final = 2
 
 
 class AdapterTable:
     """The adapters of the service. Used only on the event loop.
 
+    Those of the start and those that requests load are the same in all front ends, because they are changed by what
+    `EngineHandle.share_adapters` announces alone. One of these hides one of the folder with its name.
+
     Args:
         config: of the service.
-        client: announces changes to the other front ends.
+        client: decides changes for all front ends.
     """
 
     def __init__(self, config: HTTPConfig, client: EngineHandle) -> None:
         self._config, self._client = config, client
+        self._served = served_names(config)
         self._adapters = {it.ref.name: it for it in config.adapters}
-        self._folder = None if config.lora_folder is None else Path(config.lora_folder)
-        # Of the files of adapters that were found in the folder, which are read again when they have changed.
-        self._signatures: dict[str, tuple[int, ...]] = {}
-        self._reading: dict[tuple[str, tuple[int, ...]], asyncio.Task[LoadedAdapter]] = {}
+        path = None if config.lora_folder is None else Path(config.lora_folder)
+        self._folder = AdapterFolder(path, self._served, self._read)
+        # Downloads take long; neither reads of the folder nor anything else waits for them.
+        self._threads = ThreadPoolExecutor(_THREADS, "adapter-loads", give_way)
+        self._failed_downloads: Recent[ModelError] = Recent()
         self._reader: AdapterReader | None = None
-        client.on_adapter = self._apply
+        client.share_adapters(self._adapters, self._apply)
+
+    def close(self) -> None:
+        """End the threads; no request may follow."""
+        self._folder.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
-        """The adapters in the table, in the order in which they were loaded."""
-        self._forget_removed()
-        return list(self._adapters.values())
+        """The adapters that were read, in the order of loading, then those of the folder."""
+        hidden = self._adapters
+        return [
+            *self._adapters.values(),
+            *(it for it in self._folder.loaded if it.ref.name not in hidden),
+        ]
 
     def knows(self, name: str) -> bool:
         """Whether a request may choose a name: it is in the table, or in the folder."""
-        return self._in_folder(name) is not None or self._get(name) is not None
+        return name in self._adapters or name in self._folder
 
     def choose(self, name: str) -> None:
-        """Let the current request have an adapter.
+        """Let the current request have an adapter; a name of the model chooses none.
 
         Raises:
             UnknownModelError: there is none of this name.
         """
+        if name in self._served:
+            return
         if not self.knows(name):
             raise self._unknown(name, "does not exist")
         current_request().adapter_name = name
 
     def listed(self) -> list[str]:
-        """Return up to `_LISTED` names that a request may choose, and how many more are in the table, for an error."""
-        names = dict.fromkeys(self._adapters)
+        """Return up to `_LISTED` names that a request may choose, and how many more are known, for an error."""
+        names = dict.fromkeys([*self._adapters, *self._folder.names()])
         more = len(names) - _LISTED
-        if more < 0 and self._folder is not None:
-            with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
-                found = (it.name for it in itertools.islice(entries, _SCANNED))
-                names |= dict.fromkeys(sorted(filter(self._in_folder, found)))
         listed = [f"`{it}`" for it in list(names)[:_LISTED]]
         return [*listed, f"{more} more"] if more > 0 else listed
 
@@ -98,12 +109,17 @@ class AdapterTable:
         Raises:
             UnknownModelError: there is none any more.
             ValidationError: it does not fit the model.
+            OverloadedError: too many others are being read.
         """
-        folder = self._in_folder(name)
-        if folder is not None and (name not in self._adapters or name in self._signatures):
-            await self._update(name, folder)
-        if (found := self._get(name)) is None:
+        found = self._adapters.get(name)
+        if found is None:
+            with self._refusal(name, str(Path(self._config.lora_folder or "") / name)):
+                in_folder = await self._folder.find(name)
+            found = self._adapters.get(name, in_folder)  # it may have been loaded meanwhile
+        if found is None:
             raise self._unknown(name, "does not exist")
+        if current_request().limits.manages_adapters:
+            return msgspec.structs.replace(found.ref, shows_paths=True)
         return found.ref
 
     async def load(self, name: str, path: str, *, replace: bool) -> None:
@@ -122,92 +138,59 @@ class AdapterTable:
                 "`lora_name` must be letters, digits, '_', '.' and '-', maybe with one '/'. "
                 f"Given: {quote('', name)}"
             )
-        if name in (self._config.served_model_name or (self._config.model_id,)):
-            raise ValidationError(f"`lora_name` {quote('', name)} is a name of the model")
-        self._check_free(name, replace=replace)
-        self._check_room(name)
+        if (problem := name_problem(name, self._served)) is not None:
+            raise ValidationError(f"`lora_name` {quote('', name)} {problem}")
+        if not replace and self.knows(name):
+            raise self._refused(AdapterRefusal.TAKEN, name)
+        is_here = _exists(path)
         with self._refusal(name, path):
-            found = await asyncio.to_thread(self._read_now, name, path)
-        # Others may have been loaded meanwhile.
-        self._check_free(name, replace=replace)
-        self._check_room(name)
-        self._client.announce(AdapterChange(name, found.ref, found.rank))
+            failed = None if is_here else self._failed_downloads.get(path)
+            if failed is not None:
+                raise type(failed)(*failed.args)
+            loop = asyncio.get_running_loop()
+            try:
+                found = await loop.run_in_executor(self._threads, self._read, name, path)
+            except ModelError as error:
+                if not is_here:
+                    self._failed_downloads.put(path, error)
+                raise
+        change = AdapterChange(name, found.ref, found.rank)
+        refusal = await self._client.change_adapters(change, replaces=replace)
+        if refusal is not None:
+            raise self._refused(refusal, name)
 
-    def unload(self, name: str) -> None:
+    async def unload(self, name: str) -> None:
         """Offer an adapter no more; requests that run keep it.
 
         Raises:
             UnknownModelError: there is none of this name.
             ValidationError: it is in the folder.
         """
-        found = self._get(name)
-        if name in self._signatures or (found is None and self._in_folder(name) is not None):
+        if name not in self._adapters and name in self._folder:
             raise ValidationError(
                 f"the adapter {quote('', name)} is in --lora-folder; it is unloaded when its folder is removed there"
             )
-        if found is None:
-            raise self._unknown(name, "is not loaded")
-        self._client.announce(AdapterChange(name))
+        refusal = await self._client.change_adapters(AdapterChange(name))
+        if refusal is not None:
+            raise self._refused(refusal, name)
 
     def _apply(self, change: AdapterChange) -> None:
-        self._signatures.pop(change.name, None)
         self._adapters.pop(change.name, None)
         if change.adapter is not None:
             self._adapters[change.name] = LoadedAdapter(change.adapter, change.rank)
 
-    def _get(self, name: str) -> LoadedAdapter | None:
-        """Return the adapter of a name, if it is in the table; one that is no more in its folder is forgotten."""
-        if name in self._signatures and self._in_folder(name) is None:
-            del self._signatures[name]
-            self._adapters.pop(name, None)
-        return self._adapters.get(name)
-
-    def _forget_removed(self) -> None:
-        for name in list(self._signatures):
-            self._get(name)
-
-    def _check_free(self, name: str, *, replace: bool) -> None:
-        if not replace and self._get(name) is not None:
-            raise ValidationError(
-                f"`lora_name` {quote('', name)} is loaded already; `load_inplace` true replaces it"
+    def _refused(self, refusal: AdapterRefusal, name: str) -> ValidationError | UnknownModelError:
+        """Return the error for a change that is not made."""
+        if refusal is AdapterRefusal.UNKNOWN:
+            return self._unknown(name, "is not loaded")
+        if refusal is AdapterRefusal.FULL:
+            return ValidationError(
+                f"the service has {MAX_ADAPTERS} adapters already, the most it can"
             )
-
-    def _check_room(self, name: str) -> None:
-        if name in self._adapters or len(self._adapters) < _MOST:
-            return
-        self._forget_removed()
-        if len(self._adapters) >= _MOST:
-            raise ValidationError(f"the service has {_MOST} adapters already, the most it can")
-
-    async def _update(self, name: str, folder: Path) -> None:
-        """Read an adapter of the folder if it is new or has changed, once for all requests that wait for it.
-
-        An adapter that gets the name in another way meanwhile is kept.
-
-        Raises:
-            ValidationError: it cannot be read, or does not fit the model.
-        """
-        signature = await asyncio.to_thread(_signature, folder)
-        if name in self._adapters and self._signatures.get(name, signature) == signature:
-            return
-        self._check_room(name)
-        key = name, signature
-        task = self._reading.get(key)
-        if task is None:
-            reading = asyncio.to_thread(self._read_now, name, str(folder))
-            task = self._reading[key] = asyncio.create_task(reading)
-            task.add_done_callback(lambda _: self._reading.pop(key, None))
-        with self._refusal(name, str(folder)):
-            try:
-                found = await asyncio.shield(task)
-            except ModelError:
-                if self._in_folder(name) is None:
-                    return  # it was removed
-                raise
-        if name in self._adapters and name not in self._signatures:
-            return
-        self._check_room(name)
-        self._adapters[name], self._signatures[name] = found, signature
+        place = "loaded" if name in self._adapters else "in --lora-folder"
+        return ValidationError(
+            f"`lora_name` {quote('', name)} is {place} already; `load_inplace` true replaces it"
+        )
 
     @contextlib.contextmanager
     def _refusal(self, name: str, path: str) -> Iterator[None]:
@@ -229,36 +212,20 @@ class AdapterTable:
                 f"the adapter {quote('', name)} cannot be loaded: {reason}"
             ) from None
 
-    def _read_now(self, name: str, path: str) -> LoadedAdapter:
+    def _read(self, name: str, path: str) -> LoadedAdapter:
         if self._reader is None:
             assert self._config.lora_base is not None
             self._reader = self._config.lora_base.reader()
         return read_adapter(self._reader, name, path)
-
-    def _in_folder(self, name: str) -> Path | None:
-        """Return the folder of an adapter in the folder of adapters; None if there is none."""
-        if self._folder is None or not NAME.fullmatch(name):
-            return None
-        folder = self._folder / name
-        try:
-            is_there = (folder / CONFIG).is_file()
-        except OSError:  # reading it says why
-            is_there = True
-        return folder if is_there else None
 
     def _unknown(self, name: str, what: str) -> UnknownModelError:
         listed = " and ".join(self.listed()) or "no adapters"
         return UnknownModelError(f"the adapter {quote('', name)} {what}; this server has {listed}")
 
 
-def _signature(folder: Path) -> tuple[int, ...]:
-    """Return what changes with the files of an adapter."""
-    found: list[int] = []
-    for name in (CONFIG, WEIGHTS):
-        try:
-            stat = (folder / name).stat()
-        except OSError:
-            found += (0, 0, 0)
-        else:
-            found += (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-    return tuple(found)
+def _exists(path: str) -> bool:
+    """Return whether a path is one of this machine, or none at all, rather than a repository of the Hub."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        return True

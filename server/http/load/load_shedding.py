@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from server.engine.core.queue.expected_output import expected_output
-from server.engine.core.queue.waiting_queue import MAX_LENGTH_CLASSES, length_class
+from server.engine.core.queue.length_counts import MAX_LENGTH_CLASSES, length_class
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError
 from server.http.load.shares import allows

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from model.errors import AdapterError
+from server.engine.core import adapter_pool
 from server.engine.core.adapter_pool import AdapterPool
+from server.engine.core.queue.length_counts import LengthCounts, length_class
 from server.engine.core.request import AdapterRef, GenerateRequest
 from server.engine.core.sequence import Sequence
 from tests.engine.core.bookkeeping import make_request
@@ -19,8 +21,11 @@ NAMES = "abcdef"
 class Loader:
     """A loader whose reads end when a test says so, and a device that remembers what is in its slots."""
 
+    bytes_each = 1
+
     def __init__(self, *, at_once=False):
         self.slots, self.reads, self._at_once = {}, {}, at_once
+        self.dropped = []
         self.started = []
 
     def read(self, adapter):
@@ -40,10 +45,16 @@ class Loader:
     def write(self, slot, content):
         self.slots[slot] = content
 
+    def drop(self, content):
+        self.dropped.append(content)
 
-def sequence(number, name, priority=0, digest=None):
+    def num_bytes(self, content):
+        return self.bytes_each
+
+
+def sequence(number, name, priority=0, digest=None, *, shows_paths=False):
     request = make_request(number, 3, priority=priority)
-    adapter = AdapterRef(name, f"/adapters/{name}", digest or f"digest of {name}")
+    adapter = AdapterRef(name, f"/adapters/{name}", digest or f"digest of {name}", shows_paths)
     fields = {it: getattr(request, it) for it in request.__struct_fields__}
     return Sequence(GenerateRequest(**fields | {"adapter": adapter}))
 
@@ -305,6 +316,70 @@ def test_one_digest_at_two_paths_fails_only_where_it_cannot_be_read():
     assert ready(it) == [(1, None)]
 
 
+def test_paths_are_told_to_those_who_may_know_them():
+    it, loader = pool()
+    it.add(sequence(0, "a"))
+    it.add(sequence(1, "a", shows_paths=True))
+    it.take(wait=False)
+    loader.finish("digest of a", AdapterError("/adapters/a/adapter_config.json is not valid JSON"))
+
+    assert ready(it) == [
+        (0, "the adapter cannot be loaded: adapter_config.json is not valid JSON"),
+        (1, "the adapter cannot be loaded: /adapters/a/adapter_config.json is not valid JSON"),
+    ]
+
+
+def test_weights_that_replace_others_in_place_take_another_slot_while_those_are_used():
+    it, loader = pool(slots=2, at_once=True)
+    it.add(old := sequence(0, "a", digest="first"))
+    settle(it)
+    old.first_scheduled_step = 0
+    it.add(waiting := sequence(1, "a", digest="first"))
+    it.add(new := sequence(2, "a", digest="second"))
+    settle(it)
+
+    assert waiting.adapter_slot == old.adapter_slot != new.adapter_slot
+    assert loader.slots[old.adapter_slot] == "content of first"
+    assert loader.slots[new.adapter_slot] == "content of second"
+    it.add(third := sequence(3, "a", digest="third"))
+    settle(it)
+    assert third.adapter_slot == -1, "both are used"
+    it.release(2)
+    settle(it)
+    assert loader.slots[third.adapter_slot] == "content of third"
+    assert loader.slots[old.adapter_slot] == "content of first"
+
+
+def test_few_adapters_are_written_between_two_steps_of_running_sequences(monkeypatch):
+    monkeypatch.setattr(adapter_pool, "_MOST_READS", 4)
+    it, loader = pool(slots=4, at_once=True)
+    loader.bytes_each = adapter_pool._MOST_WRITTEN
+    for number, name in enumerate("ab"):
+        it.add(sequence(number, name))
+    assert len(settle(it)) == 2, "nothing ran before"
+
+    for number, name in enumerate("cd", 2):
+        it.add(sequence(number, name))
+    assert [len(ready(it)) for _ in range(2)] == [0, 1]
+    assert it.add(sequence(4, "a")), "no slot drains, for d gets a free one"
+    assert [len(ready(it)) for _ in range(2)] == [1, 0]
+
+
+def test_waiting_sequences_are_counted_by_the_lengths_of_their_prompts():
+    it, _ = pool(slots=1, at_once=True)
+    it.add(sequence(0, "a"))
+    settle(it)
+    for number in (1, 2):
+        it.add(sequence(number, "b"))
+    at = length_class(3)
+    assert (it.by_length.sequences[at], it.by_length.tokens[at]) == (2, 6)
+    it.remove(1)
+    assert it.by_length.sequences[at] == 1
+    it.release(0)
+    settle(it)
+    assert it.by_length == LengthCounts.zeros()
+
+
 def test_many_waiting_adapters_cost_no_search_of_the_slots_for_each():
     it, _ = pool(slots=1, at_once=True)
     it.add(sequence(0, "a"))
@@ -331,9 +406,10 @@ class Counted(OrderedDict):
 class PoolMachine(RuleBasedStateMachine):
     """Requests, ends, aborts, reads that succeed or fail, and adapters that change, in any order."""
 
-    @initialize(slots=st.integers(1, 3), more=st.integers(0, 2))
-    def start(self, slots, more):
+    @initialize(slots=st.integers(1, 3), more=st.integers(0, 2), large=st.booleans())
+    def start(self, slots, more, large):
         self.pool, self.loader = pool(slots, slots + more)
+        self.loader.bytes_each = adapter_pool._MOST_WRITTEN if large else 1
         self.num, self.version = 0, dict.fromkeys(NAMES, 0)
         self.waiting, self.running = {}, {}
 

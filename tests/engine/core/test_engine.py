@@ -7,7 +7,8 @@ import pytest
 
 from server.engine.core import engine as engine_module
 from server.engine.core.messages import AbortRequests, EngineConfig, newest_stats
-from server.engine.core.request import FinishReason, GenerateRequest
+from server.engine.core.queue.length_counts import LengthCounts, length_class
+from server.engine.core.request import AdapterRef, FinishReason, GenerateRequest
 from tests.engine.core.bookkeeping import make_request
 from tests.engine.link.fake_engine import ArithmeticRunner, make_engine
 
@@ -52,7 +53,7 @@ class Harness:
 
         monkeypatch.setattr(ArithmeticRunner, "launch", record)
 
-    def submit(self, request_id, *, deadline, max_new_tokens=8, grammar=None):
+    def submit(self, request_id, *, deadline, max_new_tokens=8, grammar=None, adapter=None):
         made = make_request(request_id, 5, max_new_tokens)
         self.channel.incoming.append(
             GenerateRequest(
@@ -60,6 +61,7 @@ class Harness:
                 prompt_token_ids=made.prompt_token_ids,
                 sampling=msgspec.structs.replace(made.sampling, grammar=grammar),
                 deadline=deadline,
+                adapter=adapter,
             )
         )
 
@@ -162,6 +164,44 @@ def test_the_stats_say_what_waits_and_how_fast_it_goes(harness):
         harness.step()
     stats = harness.engine.stats()
     assert (stats.num_free_places, stats.waiting_by_length) == (1, [])
+
+
+class PoolOfWaiting:
+    """Adapters of which none ever gets a slot."""
+
+    running = waiting = ()
+    num_reads = num_writes = num_evictions = 0
+
+    def __init__(self):
+        self.by_length, self._waiting = LengthCounts.zeros(), []
+
+    def __len__(self):
+        return len(self._waiting)
+
+    def add(self, sequence):
+        self._waiting.append(sequence)
+        self.by_length.add(sequence)
+        return False
+
+    def take(self, *, wait):
+        return []
+
+    def return_queued(self, withdraw):
+        pass
+
+
+def test_what_waits_for_an_adapter_counts_as_what_waits_for_a_place(harness):
+    harness.engine._adapters = harness.engine._stats._adapters = PoolOfWaiting()
+    for number in range(1, 4):
+        harness.submit(number, deadline=None)
+    harness.submit(4, deadline=None, max_new_tokens=300, adapter=AdapterRef("a", "/a", "digest"))
+    harness.step()
+
+    stats, at = harness.engine.stats(), length_class(5)
+    assert stats.num_waiting == 3
+    assert stats.waiting_by_length[at] == 3
+    assert stats.waiting_tokens_by_length[at] == 15
+    assert stats.waiting_output_by_length[at] == 8 + 8 + 256, "an estimate, not the limit"
 
 
 def test_stats_are_sent_when_sequences_start_or_end_and_every_two_milliseconds(harness):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from model.errors import AdapterError
 from server.engine.core.messages import EngineConfig
 from server.engine.core.start_checks import StartupError, check_start
 from tests.model.configs import model_config
@@ -46,6 +47,17 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_remedies():
 )
 def test_a_machine_that_may_have_a_gpu_is_not_refused(fields, has_gpu):
     check(has_gpu, **fields)
+
+
+def test_slots_for_adapters_that_the_model_cannot_have_are_refused(monkeypatch):
+    def find_targets(model):
+        raise AdapterError(f"{model.architecture} cannot have adapters: a reason")
+
+    check(max_loras=2)
+    monkeypatch.setattr("server.engine.core.start_checks.find_targets", find_targets)
+    check()
+    with pytest.raises(StartupError, match=r"--max-loras 2: LlamaForCausalLM cannot .* a reason"):
+        check(max_loras=2)
 
 
 def test_a_context_of_the_models_own_limit_is_accepted_and_one_more_is_not():

@@ -16,7 +16,7 @@ from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import AdapterRef, FinishReason, GenerateRequest
 from server.engine.core.start_checks import StartupError
-from tests.model.adapters.peft_adapters import adapted
+from tests.model.adapters.peft_adapters import adapted, all_linear
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
 from tests.model.oracle import generated
 
@@ -29,13 +29,18 @@ needs_library = pytest.mark.skipif(
 class Served:
     """A checkpoint with adapters of several ranks, and the models of PEFT."""
 
-    def __init__(self, folder, case):
+    def __init__(self, folder, case, kind="llama"):
         self.folder = folder
         plain = case.save(folder / "base")
         self.models = {None: plain.eval()}
         for seed, name in enumerate(NAMES):
             self.models[name] = adapted(
-                copy.deepcopy(plain), folder / name, (4, 16, 1, 8, 16)[seed], seed=seed, std=0.3
+                copy.deepcopy(plain),
+                folder / name,
+                (4, 16, 1, 8, 16)[seed],
+                all_linear(kind),
+                seed,
+                0.3,
             )
         reader = AdapterReader(ModelConfig.from_folder(folder / "base"), 16)
         self.refs = {
@@ -58,11 +63,11 @@ class Served:
         }
         return LocalEngine(EngineConfig(**(config | changes)))
 
-    def request(self, number, prompt, name, count=12, **options):
+    def request(self, number, prompt, name, count=12, *, logprobs=False, **options):
         return GenerateRequest(
             request_id=number,
             prompt_token_ids=prompt,
-            sampling=SamplingParams(max_new_tokens=count, temperature=0.0),
+            sampling=SamplingParams(max_new_tokens=count, temperature=0.0, logprobs=logprobs),
             adapter=self.refs.get(name),
             **options,
         )
@@ -190,19 +195,74 @@ def test_an_engine_without_slots_refuses_adapters(served):
     assert "no slots for adapters: set --max-loras" in events[-1].error
 
 
-def test_an_engine_whose_ranks_share_the_model_has_no_slots(served, monkeypatch):
+def test_slots_that_memory_does_not_hold_are_refused(served, monkeypatch):
     from server.engine.runner.start.startup import _reserve_adapters
 
     engine = served.engine(max_loras=0)
-    config = EngineConfig(model_path="", model_id="", max_loras=2, tensor_parallel=2)
-    with pytest.raises(Exception, match="no adapters with --tensor-parallel"):
-        _reserve_adapters(engine.engine._runner.model, config)
     huge = EngineConfig(model_path="", model_id="", max_loras=256, max_lora_rank=256)
     monkeypatch.setattr("server.engine.runner.start.startup.free_bytes", lambda _: 1000)
     with pytest.raises(
         StartupError, match=r"256 slots for adapters of rank 256 need .* set --max-loras"
     ):
         _reserve_adapters(engine.engine._runner.model, huge)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama",
+        pytest.param("phi3", marks=pytest.mark.slow),
+        pytest.param("gpt2", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_share_a_model_give_the_replies_of_one_process(case, tmp_path):
+    served = Served(tmp_path, CASES[case], case)
+    rng = random.Random(3)
+    cases = [(random_prompt(rng), it) for it in (None, *NAMES, "c", None, "e", *NAMES, "a")]
+
+    def answers(**changes):
+        engine = served.engine(quantization="none", **changes)
+        try:
+            requests = [served.request(i, *it, logprobs=True) for i, it in enumerate(cases)]
+            found = engine.generate(requests[:9], streams=4)
+            found += engine.generate(requests[9:], streams=1)
+            stats = engine.engine.stats()
+            assert_all_free(engine)
+        finally:
+            engine.close()
+        return found, stats
+
+    expected, _ = answers()
+    found, stats = answers(tensor_parallel=2)
+
+    assert stats.num_adapter_evictions > 0
+    assert stats.num_adapter_reads > len(NAMES), "one has left the host memory"
+    assert [tokens(it) for it in found] == [tokens(it) for it in expected]
+    for events, others in zip(found, expected, strict=True):
+        logprobs = [it.logprob for it in others]
+        assert [it.logprob for it in events] == pytest.approx(logprobs, abs=1e-3)
+
+
+def test_an_adapter_that_has_changed_ends_only_its_requests_where_ranks_share_a_model(
+    served, tmp_path
+):
+    changed = tmp_path / "changed"
+    shutil.copytree(served.folder / "a", changed)
+    reader = AdapterReader(ModelConfig.from_folder(served.folder / "base"), 16)
+    served.refs["changed"] = AdapterRef("changed", str(changed), reader.read(changed).digest)
+    (changed / "adapter_config.json").write_bytes(
+        (changed / "adapter_config.json").read_bytes() + b" "
+    )
+    engine = served.engine(quantization="none", tensor_parallel=2)
+    try:
+        requests = [served.request(i, [1, 2, 3], it) for i, it in enumerate(("changed", "a", "b"))]
+        found = engine.generate(requests)
+        assert_all_free(engine)
+    finally:
+        engine.close()
+
+    assert "have changed since it was loaded" in found[0][-1].error
+    assert [len(it) for it in found[1:]] == [12, 12]
 
 
 @needs_library

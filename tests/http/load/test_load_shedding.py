@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from server.engine.core.messages import EngineStats
-from server.engine.core.queue.waiting_queue import MAX_LENGTH_CLASSES, length_class
+from server.engine.core.queue.length_counts import MAX_LENGTH_CLASSES, length_class
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError
 from server.http.config import HTTPConfig

@@ -111,7 +111,7 @@ class Step:
         )
         return out, states
 
-    def references(self, dtype, rounding=None):
+    def references(self, dtype, formula=gated_delta):
         """Return what the formula gives for each sequence; None for one without tokens."""
         found, first = [], 0
         for it in self.sequences:
@@ -122,11 +122,7 @@ class Step:
                 for state in self.states
             ]
             inputs = self.projected[tokens], self.gates[tokens], *before
-            found.append(
-                gated_delta(self.shape, self.weights, *inputs, dtype, rounding)
-                if it.length
-                else None
-            )
+            found.append(formula(self.shape, self.weights, *inputs, dtype) if it.length else None)
         return found
 
     def check(self, kernel: Any, *, plain=torch.float32, **limits):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.recurrent.problem import CHUNK
+from kernels.arch import CATALOGUE
+from kernels.recurrent.problem import CHUNK, RecurrentProblem
 from kernels.recurrent.pytorch.gated_delta import GatedDelta
+from kernels.recurrent.registry import select
 from tests.kernels.recurrent.gated_delta_cases import (
     Sequence,
     Step,
@@ -141,3 +143,24 @@ def test_whole_sequences_agree_with_the_formula_and_can_be_trained():
     assert_no_worse_than(out, truth, same)
     for pair in zip(found, exact, rounded, strict=True):
         assert_no_worse_than(*pair, atol=1e-4)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "size", "trainable", "name"),
+    [
+        ("h100", "bfloat16", 256, False, "triton_recurrent"),
+        ("a100", "float32", 128, False, "triton_recurrent"),
+        ("h100", "float32", 256, False, "torch_recurrent"),
+        ("h100", "bfloat16", 320, False, "torch_recurrent"),
+        ("h100", "bfloat16", 128, True, "torch_recurrent"),
+        ("t4", "float16", 128, False, "torch_recurrent"),
+        ("cpu", "bfloat16", 128, False, "torch_recurrent"),
+    ],
+)
+def test_one_kernel_serves_steps_with_equal_bits_and_others(
+    arch, dtype, size, trainable, name, invariant
+):
+    problem = RecurrentProblem(make_shape(16, 16, 128, size), dtype, trainable, invariant)
+
+    assert select(problem, CATALOGUE[arch]).spec.name == name

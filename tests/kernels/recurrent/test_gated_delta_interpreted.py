@@ -17,6 +17,7 @@ from tests.kernels.recurrent.gated_delta_cases import (
     check_divided,
     make_shape,
 )
+from tests.kernels.references.gated_delta import gated_delta_blocks
 
 pytestmark = triton_interpreter.interpreted
 
@@ -99,17 +100,17 @@ def test_the_largest_heads():
 
 
 @pytest.mark.parametrize("decay", [-6.0, 0.0])
-def test_half_precision_is_as_exact_as_of_separate_operations(decay):
+def test_half_precision_is_as_exact_as_that_of_the_field(decay):
     """The mean error, since the largest ones are those of the few vectors that the norm enlarges."""
     shape, half = make_shape(1, 1, 128, 64), torch.float16
     step = Step(shape, prompts=[Sequence(200, 0, -1, 0)], dtype=half, decay=decay)
 
     out, (_, state) = step.run(GatedDelta)
 
-    (truth,), (same,) = step.references(torch.float64), step.references(torch.float32, half)
+    (truth,), (same,) = step.references(torch.float64), step.references(half, gated_delta_blocks)
     for pair in ((out, same.out.to(half), truth.out), (state[0], same.state, truth.state)):
         error, plain = ((it.double() - pair[2]).square().mean().sqrt() for it in pair[:2])
-        assert error <= 2 * plain
+        assert error <= 1.2 * plain
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -99,6 +99,23 @@ def test_rslora_divides_by_the_root_of_the_rank():
     assert AdapterConfig(fields).scale("q_proj") == 2.0
 
 
+def test_layers_that_an_adapter_leaves_out_have_no_tensors(reader, adapter):
+    change(adapter, layers_to_transform=1)
+    with pytest.raises(AdapterError, match=r"layers\.0.* is in a layer that layers_to_transform"):
+        reader.read(adapter)
+
+    def drop(tensors):
+        for name in [it for it in tensors if ".layers.0." in it]:
+            del tensors[name]
+
+    change_tensors(adapter, drop)
+    modules = reader.read(adapter).modules
+    assert {it.target.layer for it in modules.values()} == {1}
+    for layers in ([], [0, 1], None):
+        change(adapter, layers_to_transform=layers)
+        assert reader.read(adapter).modules == modules, "a layer without tensors stays as it is"
+
+
 def test_a_digest_is_that_of_both_files(reader, adapter):
     first = reader.read(adapter).digest
     assert reader.read(adapter).digest == first

@@ -8,11 +8,12 @@ import torch
 from model.adapters.adapter import AdapterReader
 from model.adapters.updates import UpdateReader
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import load_model
+from model.checkpoint.weights import load_model, load_part
 from model.errors import AdapterError
 from model.network.matrix_shapes import matrix_shapes
 from tests.model.adapters.peft_adapters import adapted, all_linear
 from tests.model.checkpoint.hf_checkpoints import CASES
+from tests.model.network.ranks import ThreadCommunicator, ThreadRanks
 
 KINDS = {
     "llama": "llama",
@@ -48,6 +49,31 @@ def test_an_update_is_what_peft_adds(case, tmp_path):
         )
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("case", ["llama", "gemma3", "granite", "phi3", "gpt2"])
+def test_the_update_of_a_rank_is_what_its_part_of_the_model_gets(case, rank, tmp_path):
+    model = CASES[case].save(tmp_path / "base")
+    merged = adapted(
+        copy.deepcopy(model), tmp_path / "adapter", 4, all_linear(KINDS[case])
+    ).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    ranks = ThreadCommunicator(ThreadRanks(2), rank)
+    base, other = (_loaded(tmp_path / name, ranks) for name in ("base", "merged"))
+
+    found = AdapterReader(base.config, 16).read(tmp_path / "adapter")
+    updates = UpdateReader(base.config, ranks).read(found, torch.float32)
+
+    assert len(updates) == 4 * len(base.decoder_layers)
+    shapes = matrix_shapes(base.network)
+    for (index, name), update in updates.items():
+        matrices = [it.decoder_layers[index].matrices[name].dequantize() for it in (base, other)]
+        sizes = list(shapes[index][name].parts)
+        products = [b.T @ a for a, b in zip(update.a, update.b.split(sizes, 1), strict=True)]
+        torch.testing.assert_close(
+            torch.cat(products), matrices[1] - matrices[0], rtol=1e-4, atol=1e-5
+        )
+
+
 def test_parts_without_an_adapter_are_not_changed(tmp_path):
     model = CASES["llama"].save(tmp_path / "base")
     adapted(model, tmp_path / "adapter", 4, ["v_proj"])
@@ -71,5 +97,8 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path):
         UpdateReader(config).read(found, torch.float16)
 
 
-def _loaded(folder):
-    return load_model(folder, ModelConfig.from_folder(folder), torch.float32, "cpu", pack=False)
+def _loaded(folder, ranks=None):
+    config = ModelConfig.from_folder(folder)
+    if ranks is not None:
+        return load_part(folder, config, torch.float32, "cpu", communicator=ranks)
+    return load_model(folder, config, torch.float32, "cpu", pack=False)

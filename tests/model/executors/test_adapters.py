@@ -101,6 +101,29 @@ def test_sequences_with_and_without_adapters_are_computed_as_by_peft(case, tmp_p
         assert_no_worse_than(logits, truth, plain, factor=4.0, atol=2e-4)
 
 
+def test_layers_and_matrices_that_an_adapter_leaves_out_stay_those_of_the_model(tmp_path):
+    plain = CASES["llama"].save(tmp_path / "base")
+    one_layer = adapted(copy.deepcopy(plain), tmp_path / "one", 4, layers_to_transform=[1])
+    some = adapted(copy.deepcopy(plain), tmp_path / "some", 4, ["k_proj", "up_proj"], seed=1)
+    full = adapted(copy.deepcopy(plain), tmp_path / "all", 8, seed=2)
+    config = ModelConfig.from_folder(tmp_path / "base")
+    model = load_model(tmp_path / "base", config, torch.float32, "cpu")
+    # The slots had an adapter of all matrices before.
+    write_adapters(model, config, [tmp_path / "all"] * 2, 8)
+    for slot, name in enumerate(("one", "some")):
+        write_adapter(model, config, tmp_path / name, slot)
+    steps, models, slots = AdaptedSteps(model), [one_layer, some, full], (0, 1, -1)
+    models[-1] = plain.eval()
+    sequences = [steps.sequence(tokens(20 + i, i), slot) for i, slot in enumerate(slots)]
+
+    found = computed(steps, sequences, [7, 2, 11])
+
+    truths = expected(models, sequences, range(3), torch.float64)
+    pairs = zip(found, expected(models, sequences, range(3)), truths, strict=True)
+    for logits, of_peft, truth in pairs:
+        assert_no_worse_than(logits, truth, of_peft, factor=4.0, atol=2e-4)
+
+
 def test_a_draft_is_computed_with_the_adapter_of_its_row(tmp_path):
     config, folders, models = checkpoint(CASES["llama"], tmp_path, ranks=(8,))
     model = load_model(tmp_path / "base", config, torch.float32, "cpu")
@@ -198,4 +221,4 @@ def test_executors_without_adapters_say_so(tmp_path):
     assert refused["layers"] == ()
     parallel = dataclasses.replace(problem, num_ranks=2)
     layers = next(it for it in EXECUTORS if it.name == "layers")
-    assert layers.unsupported(parallel, bucket) == ("no adapters with tensor parallelism",)
+    assert layers.unsupported(parallel, bucket) == ()

@@ -29,7 +29,7 @@ from server.engine.core.messages import (
     StepMessage,
 )
 from server.engine.core.progress import Progress
-from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
+from server.engine.core.request import AdapterRef, FinishReason, GenerateRequest, SequenceUsage
 from server.engine.link.engine_process.process import Channel
 from server.engine.link.front_end.client import EngineClient, RemoteEngine
 from server.engine.link.front_end.hub import EngineHub, FrontEndConnection
@@ -37,6 +37,10 @@ from server.engine.link.protocol import (
     AbortExternal,
     AbortStreams,
     AbortTarget,
+    AdapterChange,
+    AdapterProposal,
+    AdapterRefusal,
+    AdapterVerdict,
     Attached,
     EngineReport,
     EngineState,
@@ -84,12 +88,17 @@ _TO_FRONT_END = [
     RequestsLost([2], "x"),
     AbortStreams([1]),
     ExternalAborted(1, ["a"]),
+    AdapterChange("a", AdapterRef("a", "/a", "digest"), 8),
+    AdapterChange("a"),
+    AdapterVerdict(1, AdapterRefusal.TAKEN),
 ]
 _TO_HUB = [
     *_REQUESTS,
     Attached(),
     AbortExternal(1, AbortTarget(frozenset("a"))),
     AbortExternal(2, AbortTarget()),
+    AdapterProposal(3, AdapterChange("a", AdapterRef("a", "/a", "digest"), 8), replaces=True),
+    AdapterProposal(4, AdapterChange("a")),
 ]
 MESSAGES: dict[str, list[Any]] = {
     "client": _TO_CLIENT,

@@ -6,23 +6,16 @@ Pure bookkeeping without clocks: the unit of work is a token.
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from server.engine.core.queue.client_queues import ClientQueues
+from server.engine.core.queue.length_counts import LengthCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.sequence import Sequence
-
-MAX_LENGTH_CLASSES: Final = 40
-"""Length classes of `WaitingQueue.num_by_length`; more than any context needs."""
-
-
-def length_class(num_tokens: int) -> int:
-    """Return the class of a prompt of this length: class c has the lengths from 2 ** (c - 1) to 2 ** c - 1."""
-    return num_tokens.bit_length()
 
 
 class WaitingQueue:
@@ -47,15 +40,12 @@ class WaitingQueue:
     Only the scheduler calls it. Invariants (`check_invariants`): both orders contain the same new sequences.
 
     Attributes:
-        num_tokens_by_length, num_by_length: prompt tokens and number of the waiting sequences by `length_class`.
-        output_by_length: tokens that they will probably generate.
+        by_length: counts of the waiting sequences.
         passed_over: clients whose turn does not come at the moment: `head` and `shortest` are of others.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self.num_tokens_by_length = [0] * MAX_LENGTH_CLASSES
-        self.num_by_length = [0] * MAX_LENGTH_CLASSES
-        self.output_by_length = [0] * MAX_LENGTH_CLASSES
+        self.by_length = LengthCounts.zeros()
         self._least_allowance = config.max_num_batched_tokens
         self._least_cost = config.max_num_batched_tokens // config.max_num_seqs
         self.passed_over: set[str] = set()
@@ -63,7 +53,7 @@ class WaitingQueue:
         self._priorities: dict[int, ClientQueues] = {}
 
     def __len__(self) -> int:
-        return sum(self.num_by_length)
+        return sum(self.by_length.sequences)
 
     def __bool__(self) -> bool:
         return bool(self._priorities)
@@ -82,7 +72,7 @@ class WaitingQueue:
         if (clients := self._priorities.get(sequence.priority)) is None:
             clients = self._priorities[sequence.priority] = ClientQueues()
         clients.add(sequence)
-        self._count(sequence, 1)
+        self.by_length.add(sequence)
 
     @property
     def head(self) -> Sequence | None:
@@ -140,7 +130,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence."""
-        self._count(sequence, -1)
+        self.by_length.add(sequence, -1)
         clients = self._priorities[sequence.priority]
         clients.remove(sequence)
         if not clients:
@@ -154,18 +144,7 @@ class WaitingQueue:
             assert clients, "a priority without sequences"
             assert all(sequence.priority == priority for sequence in clients)
             clients.check_invariants()
-        sums = [[0] * MAX_LENGTH_CLASSES for _ in range(3)]
-        for sequence in waiting:
-            values = (sequence.num_prompt_tokens, 1, sequence.expected_output)
-            for counts, value in zip(sums, values, strict=True):
-                counts[length_class(sequence.num_prompt_tokens)] += value
-        assert sums == [self.num_tokens_by_length, self.num_by_length, self.output_by_length]
+        assert self.by_length == LengthCounts.of(waiting)
 
     def _cost(self, sequence: Sequence) -> int:
         return max(sequence.num_prompt_tokens, self._least_cost)
-
-    def _count(self, sequence: Sequence, sign: int) -> None:
-        at = length_class(sequence.num_prompt_tokens)
-        self.num_by_length[at] += sign
-        self.num_tokens_by_length[at] += sign * sequence.num_prompt_tokens
-        self.output_by_length[at] += sign * sequence.expected_output

@@ -120,7 +120,8 @@ class DraftPolicy:
     Attributes:
         drafter: proposes the tokens; may be replaced.
         most: tokens of a draft; 0 switches drafts off.
-        kinds: steps of deterministic sequences, and others.
+        kinds: steps of deterministic sequences, others, and steps of deterministic sequences of which some have
+            adapters, whose tokens cost more.
         has_exact_rows: returns whether the others have the bits that `exact_rows` of the limits promises; may be
             replaced.
 
@@ -137,7 +138,8 @@ class DraftPolicy:
         self._deterministic = StepKind(limits.max_logits, pads=pads)
         self._exact = StepKind(min(limits.exact_rows, limits.max_num_batched_tokens), pads=None)
         self.has_exact_rows: Callable[[], bool] = lambda: True
-        self.kinds = self._deterministic, self._exact
+        self._adapted = StepKind(limits.max_logits, pads=pads)
+        self.kinds = self._deterministic, self._exact, self._adapted
         self._acceptance = list(_FIRST_ACCEPTANCE)
         self._records: dict[Sequence, _Record] = {}
         self._pays: dict[tuple[StepKind, int], tuple[int, bool]] = {}
@@ -170,7 +172,7 @@ class DraftPolicy:
         proposed: list[tuple[int, ...]] = [()] * len(sequences)
         rates: dict[int, float] = {}
         for row, sequence in enumerate(sequences):
-            if kind is self._deterministic and not sequence.deterministic:
+            if kind is not self._exact and not sequence.deterministic:
                 continue
             found = self._propose(sequence, num_ahead)
             if found is not None:
@@ -208,7 +210,8 @@ class DraftPolicy:
 
     def note_step(self, decode: DecodeRows, seconds: float) -> None:
         """Enter the time of a step without prompts, unless it says nothing about steps that may have drafts."""
-        kind = self._kind(decode.batch.deterministic)
+        batch = decode.batch
+        kind = self._kind(deterministic=batch.deterministic, adapted=batch.has_adapters)
         if kind is self._exact and not _is_one_launch(decode):
             return
         longest = 1 if decode.drafts is None else 1 + max(map(len, decode.drafts))
@@ -272,17 +275,21 @@ class DraftPolicy:
 
     def _usable_kind(self, sequences: TypingSequence[Sequence]) -> StepKind | None:
         """Return the kind of a step of these sequences; None if it can have no drafts, or none that pay."""
-        kind = self._kind(any(it.deterministic for it in sequences))
+        deterministic = any(it.deterministic for it in sequences)
+        adapted = deterministic and any(it.adapter is not None for it in sequences)
+        kind = self._kind(deterministic=deterministic, adapted=adapted)
         if not self.most or not 0 < len(sequences) < kind.most_tokens:
             return None
-        is_exact = kind is self._deterministic or (
+        is_exact = kind is not self._exact or (
             self.has_exact_rows() and all(map(_has_exact_rows, sequences))
         )
         return kind if is_exact and self._may_pay(kind, len(sequences)) else None
 
-    def _kind(self, deterministic: bool) -> StepKind:
-        """Return the kind of steps whose sequences are deterministic, or not."""
-        return self._deterministic if deterministic else self._exact
+    def _kind(self, *, deterministic: bool, adapted: bool) -> StepKind:
+        """Return the kind of steps of which a sequence is deterministic, and of which one has an adapter."""
+        if not deterministic:
+            return self._exact
+        return self._adapted if adapted else self._deterministic
 
     def _counts(
         self,

@@ -47,12 +47,20 @@ def main() -> None:
     with garbage_collection_paused(), compiler_left_out():
         from kernels.collective.communicator import RankLostError  # noqa: PLC0415 - torch
         from server.engine.runner.start.startup import start_rank  # noqa: PLC0415 - torch
+        from server.engine.runner.step.rank_adapters import (  # noqa: PLC0415 - torch
+            AdapterCommand,
+            AdapterReport,
+        )
         from server.engine.runner.step.ranks import RankCommand  # noqa: PLC0415 - torch
     launch = launches.get()
     connection = Connection(launch.link)
-    decoder = msgspec.msgpack.Decoder(RankCommand)
+    decoder = msgspec.msgpack.Decoder(RankCommand | AdapterCommand)
+
+    def report(message: AdapterReport) -> None:
+        connection.send(msgspec.msgpack.encode(message))
+
     try:
-        executor = start_rank(launch.config, launch.endpoint)
+        executor = start_rank(launch.config, launch.endpoint, report)
     except StartupError as error:
         log.critical("rank %d: %s", launch.endpoint.rank, error)
         raise SystemExit(1) from None

@@ -29,8 +29,10 @@ from server.engine.link.engine_process.process_setup import (
 from server.engine.link.shared_file import shared_file
 from server.engine.link.sockets import Connection
 from server.engine.link.spawn import LinkedProcess, end, spawn
+from server.engine.runner.step.rank_adapters import AdapterReport
 
 if TYPE_CHECKING:
+    from server.engine.runner.step.rank_adapters import AdapterCommand
     from server.engine.runner.step.ranks import RankCommand
 
 log = logging.getLogger("tessera.engine")
@@ -123,6 +125,7 @@ class RankProcesses:
         disable_nvlink_multicast()
         keep_nccl_on_loopback()
         self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(AdapterReport)
         self._closing = False
         self._connections: list[Connection] = []
         self._processes: list[LinkedProcess] = []
@@ -150,11 +153,21 @@ class RankProcesses:
             target=self._watch, args=(endpoint.rank, process), name=name, daemon=True
         ).start()
 
-    def tell(self, command: RankCommand) -> None:
-        """See `server.engine.runner.step.ranks.Ranks.tell`."""
+    def tell(self, command: RankCommand | AdapterCommand) -> None:
+        """See `server.engine.runner.step.ranks.Ranks.tell`; any thread may call it."""
         data = self._encoder.encode(command)
         for connection in self._connections:
             connection.send(data)
+
+    def reports(self) -> list[AdapterReport]:
+        """See `server.engine.runner.step.rank_adapters.AdapterRanks.reports`."""
+        if self._closing:
+            raise RuntimeError("the processes of the ranks are being ended")
+        return [
+            self._decoder.decode(data)
+            for connection in self._connections
+            for data in connection.receive(wait=0)
+        ]
 
     def end_engine(self) -> NoReturn:
         """See `server.engine.runner.step.ranks.Ranks.end_engine`."""

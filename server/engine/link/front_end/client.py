@@ -16,6 +16,7 @@ import msgspec
 
 from server.engine.core.messages import AbortRequests, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.link.front_end.adapter_names import AdapterNames
 from server.engine.link.front_end.combined import EngineReports
 from server.engine.link.front_end.engine_group import EngineGroup
 from server.engine.link.front_end.request_stream import RequestStream
@@ -26,6 +27,9 @@ from server.engine.link.protocol import (
     AbortStreams,
     AbortTarget,
     AdapterChange,
+    AdapterProposal,
+    AdapterRefusal,
+    AdapterVerdict,
     Attached,
     EngineReport,
     EngineState,
@@ -54,7 +58,6 @@ class EngineHandle(EngineReports):
 
     Attributes:
         restart_queue: requests that wait for an engine to start again; its `seconds` may be set.
-        on_adapter: called with the changes of adapters of all front ends; may be set.
     """
 
     def __init__(self, first_id: int = 1) -> None:
@@ -62,11 +65,36 @@ class EngineHandle(EngineReports):
         self._ids = itertools.count(first_id)
         self._streams: dict[int, RequestStream] = {}
         self.restart_queue = RestartQueue()
-        self.on_adapter: Callable[[AdapterChange], None] = lambda _change: None
+        self._adapter_names = AdapterNames()
+        self._on_adapter: Callable[[AdapterChange], None] = lambda _change: None
 
-    def announce(self, change: AdapterChange) -> None:
-        """Call `on_adapter` in every front end of the service, in this one at once."""
-        self.on_adapter(change)
+    def share_adapters(
+        self, names: Iterable[str], on_change: Callable[[AdapterChange], None]
+    ) -> None:
+        """Take part in changes of the service's adapters; before `start`.
+
+        Args:
+            names: of those that the front end has.
+            on_change: called with each change, in an order that all front ends have.
+        """
+        self._adapter_names, self._on_adapter = AdapterNames(names), on_change
+
+    async def change_adapters(
+        self, change: AdapterChange, *, replaces: bool = False
+    ) -> AdapterRefusal | None:
+        """Make a change in every front end of the service, in this one before the return.
+
+        Args:
+            change: see `AdapterChange`.
+            replaces: whether an adapter may be loaded in place of another one of its name.
+
+        Returns:
+            None, or why the change was not made.
+        """
+        refusal = self._adapter_names.decide(change, replaces=replaces)
+        if refusal is None:
+            self._on_adapter(change)
+        return refusal
 
     def next_request_id(self) -> int:
         """Return an id that no other request has."""
@@ -277,7 +305,7 @@ class RemoteEngine(EngineHandle):
         self._decoder = msgspec.msgpack.Decoder(HubMessage)
         self._attached: asyncio.Future[None] | None = None
         self._serials = itertools.count(1)
-        self._aborting: dict[int, asyncio.Future[set[str]]] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
         self.hub_lost: asyncio.Future[str]
         self._hang_seconds = hang_seconds
         self._received_bytes = 0
@@ -303,7 +331,7 @@ class RemoteEngine(EngineHandle):
         self._stop_engines("the server is shutting down")
         if running:
             self._send(AbortRequests(running))
-        for reply in self._aborting.values():
+        for reply in self._replies.values():
             reply.cancel()
         self._connection.flush(_LAST_SECONDS)  # the aborts
         self._connection.close()
@@ -313,19 +341,27 @@ class RemoteEngine(EngineHandle):
         waiting = [stream for stream in self.restart_queue.streams if target.matches(stream)]
         for stream in waiting:
             stream.abort()
-        serial = next(self._serials)
-        reply: asyncio.Future[set[str]] = asyncio.get_running_loop().create_future()
-        self._aborting[serial] = reply
-        self._connection.send(self._encoder.encode(AbortExternal(serial, target)))
-        try:
-            return await reply | {stream.external_id for stream in waiting}
-        finally:
-            del self._aborting[serial]
+        found: set[str] = await self._ask(lambda serial: AbortExternal(serial, target))
+        return found | {stream.external_id for stream in waiting}
 
-    def announce(self, change: AdapterChange) -> None:
-        """See `EngineHandle.announce`; the hub tells the others."""
-        super().announce(change)
-        self._connection.send(self._encoder.encode(change))
+    async def change_adapters(
+        self, change: AdapterChange, *, replaces: bool = False
+    ) -> AdapterRefusal | None:
+        """See `EngineHandle.change_adapters`; the hub decides, and tells all front ends."""
+        refusal: AdapterRefusal | None = await self._ask(
+            lambda serial: AdapterProposal(serial, change, replaces)
+        )
+        return refusal
+
+    async def _ask(self, question: Callable[[int], AbortExternal | AdapterProposal]) -> Any:  # noqa: ANN401 - by the question
+        """Send a message with a serial number to the hub; return what its reply says."""
+        serial = next(self._serials)
+        reply = self._replies[serial] = asyncio.get_running_loop().create_future()
+        self._connection.send(self._encoder.encode(question(serial)))
+        try:
+            return await reply
+        finally:
+            del self._replies[serial]
 
     def _send(self, message: GenerateRequest | AbortRequests) -> None:
         self._connection.send(self._encoder.encode(message))
@@ -370,7 +406,7 @@ class RemoteEngine(EngineHandle):
     def _lose_hub(self, reason: str) -> None:
         """Fail all requests, and report that the hub is of no more use."""
         self._stop_engines("the main process of the service does not respond")
-        for reply in self._aborting.values():
+        for reply in self._replies.values():
             reply.cancel()
         self.hub_lost.set_result(reason)
 
@@ -389,12 +425,13 @@ class RemoteEngine(EngineHandle):
         | AbortStreams
         | ExternalAborted
         | HubHeartbeat
-        | AdapterChange,
+        | AdapterChange
+        | AdapterVerdict,
     ) -> None:
         if isinstance(message, HubHeartbeat):
             return
         if isinstance(message, AdapterChange):
-            self.on_adapter(message)
+            self._on_adapter(message)
             return
         if isinstance(message, EngineStatus):
             self._update(message)
@@ -404,8 +441,11 @@ class RemoteEngine(EngineHandle):
             for request_id in message.request_ids:
                 if stream := self._streams.get(request_id):
                     stream.abort()
-        elif (reply := self._aborting.get(message.serial)) and not reply.done():
-            reply.set_result(set(message.external_ids))
+        elif (reply := self._replies.get(message.serial)) and not reply.done():
+            if isinstance(message, AdapterVerdict):
+                reply.set_result(message.refusal)
+            else:
+                reply.set_result(set(message.external_ids))
 
     def _update(self, status: EngineStatus) -> None:
         for old, new in zip(self.reports, status.engines, strict=False):

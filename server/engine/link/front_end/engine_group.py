@@ -72,6 +72,7 @@ class EngineGroup(EngineReports):
         ]
         self.reports = [engine.report for engine in self.engines]
         self._keeps_prefixes = config.enable_prefix_caching
+        self._num_adapters = config.num_host_adapters
         self._router = Router(len(self.engines), config.block_size)
         self._hang_watch: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[str]
@@ -135,7 +136,8 @@ class EngineGroup(EngineReports):
         """Handle a change of an engine's report; see `EngineOwner`."""
         report = self.reports[engine]
         if report.state is EngineState.READY and report.info is not None:
-            self._router.begin(engine, report.info.num_blocks if self._keeps_prefixes else 0)
+            num_blocks = report.info.num_blocks if self._keeps_prefixes else 0
+            self._router.begin(engine, num_blocks, self._num_adapters)
         self._on_change()
 
     def on_loss(self, engine: int, error: str) -> None:
@@ -181,9 +183,10 @@ class EngineGroup(EngineReports):
             return self.engines[0]
         found = prompt()
         ready = [engine.number for engine in self.engines if engine.is_ready]
-        return self.engines[
-            self._router.choose(found.prompt_token_ids, found.part, self._loads(), ready)
-        ]
+        chosen = self._router.choose(
+            found.prompt_token_ids, found.part, self._loads(), ready, found.digest
+        )
+        return self.engines[chosen]
 
     def _close(self) -> None:
         """Release what the subclass has opened."""

@@ -24,12 +24,14 @@ import msgspec
 from server.engine.core.messages import AbortRequests, EngineConfig, StepMessage
 from server.engine.core.progress import start_seconds
 from server.engine.core.request import FinishReason
+from server.engine.link.front_end.adapter_names import AdapterNames
 from server.engine.link.front_end.engine_group import EngineGroup
 from server.engine.link.protocol import (
     DECODE_ERRORS,
     AbortExternal,
     AbortStreams,
-    AdapterChange,
+    AdapterProposal,
+    AdapterVerdict,
     Attached,
     EngineState,
     EngineStatus,
@@ -60,7 +62,7 @@ _MAX_UNREAD_BYTES = 256 * 2**20
 _STATS_SECONDS = 0.05
 
 _FrontEndMessage = (
-    RequestHeader | AbortRequests | AbortExternal | Attached | FrontEndHeartbeat | AdapterChange
+    RequestHeader | AbortRequests | AbortExternal | Attached | FrontEndHeartbeat | AdapterProposal
 )
 
 
@@ -103,7 +105,11 @@ class FrontEndConnection:
 
 
 class EngineHub(EngineGroup):
-    """Owns the engine processes and the connections to the front ends. For the arguments see `EngineGroup`."""
+    """Owns the engine processes and the connections to the front ends. For the arguments see `EngineGroup`.
+
+    Attributes:
+        adapter_names: decides the changes of adapters of all front ends; may be replaced before one is connected.
+    """
 
     def __init__(
         self,
@@ -120,9 +126,7 @@ class EngineHub(EngineGroup):
         self._unsent_stats: set[int] = set()
         self._front_ends: list[FrontEndConnection] = []
         self._num_connections = 0
-        self._adapters: dict[
-            str, bytes
-        ] = {}  # the last change of each name, for front ends that start later
+        self.adapter_names = AdapterNames()
         self._front_end_decoder = msgspec.msgpack.Decoder(_FrontEndMessage)
 
     def connect(
@@ -225,15 +229,13 @@ class EngineHub(EngineGroup):
             front_end.read_bytes = message.received_bytes
         elif isinstance(message, Attached):
             front_end.attached = True
+            # Before the status, after which it serves.
+            for change in self.adapter_names.changes():
+                self._send_to(front_end, self._encoder.encode(change))
             self._send_to(front_end, self._status())
-            for change in self._adapters.values():
-                self._send_to(front_end, change)
             front_end.on_attached()
-        elif isinstance(message, AdapterChange):
-            self._adapters[message.name] = data
-            for other in self._front_ends:
-                if other is not front_end and other.attached:
-                    self._send_to(other, data)
+        elif isinstance(message, AdapterProposal):
+            self._change_adapters(front_end, message)
         elif isinstance(message, AbortRequests):
             if not front_end.owns(message.request_ids):
                 self._fail(front_end, "sent ids of another front end's requests")
@@ -278,6 +280,12 @@ class EngineHub(EngineGroup):
                 self._send_to(front_end, self._encoder.encode(AbortStreams(ids)))
                 aborted.update(request.external_id for request in found)
         self._send_to(asking, self._encoder.encode(ExternalAborted(message.serial, list(aborted))))
+
+    def _change_adapters(self, asking: FrontEndConnection, message: AdapterProposal) -> None:
+        refusal = self.adapter_names.decide(message.change, replaces=message.replaces)
+        if refusal is None:
+            self._broadcast(self._encoder.encode(message.change))
+        self._send_to(asking, self._encoder.encode(AdapterVerdict(message.serial, refusal)))
 
     def _status(self) -> bytes:
         return self._encoder.encode(EngineStatus(engines=self.reports))

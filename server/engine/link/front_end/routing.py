@@ -1,7 +1,8 @@
-"""Chooses the engine process of a request: by the prefix of its prompt, within bounds on the difference of loads.
+"""Chooses the engine process of a request: by the prefix of its prompt or its adapter, within bounds on loads.
 
 Pure bookkeeping, without sockets and clocks. An index of each engine holds what its prefix cache probably holds: the
-blocks of the prompts that were sent to it. It decides speed only, never results: an engine computes what it lacks.
+blocks of the prompts that were sent to it; and the adapters that it probably has. They decide speed only, never
+results: an engine computes or reads what it lacks.
 
 Source of the rule: the cache-aware policy of sgl-router, with other bounds (docs/decisions/0036-data-parallel.md).
 """
@@ -79,13 +80,39 @@ def block_keys(token_ids: Sequence[int], block_size: int, part: Hashable) -> lis
     return keys
 
 
+class RecentAdapters:
+    """The adapters that an engine probably has: the last `capacity` that requests for it have chosen.
+
+    Args:
+        capacity: adapters that it holds; with 0, none is kept.
+    """
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._capacity = capacity
+        self._digests: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._digests
+
+    def add(self, digest: str) -> None:
+        """Note that a request has an adapter."""
+        self._digests[digest] = None
+        self._digests.move_to_end(digest)
+        if len(self._digests) > self._capacity:
+            self._digests.popitem(last=False)
+
+
 class Router:
-    """Chooses engines for requests, and remembers which prompts it has sent where.
+    """Chooses engines for requests, and remembers which prompts and adapters it has sent where.
 
     A prompt goes to the engine with its longest known prefix, if that has `MIN_MATCH` of its tokens and the engine is
     not overloaded: `MAX_GAP` requests and `MAX_RATIO` times more than the least loaded one. Else it goes to the least
-    loaded one. Of equal engines the one with the fewest blocks in its index is chosen, then the first. The same calls
-    lead to the same choices.
+    loaded one of those that have its adapter, unless that is overloaded, and else to the least loaded one of all. Of
+    equal engines the one with the fewest adapters is chosen if the request has one, then that with the fewest blocks in
+    its index, then the first. The same calls lead to the same choices.
 
     Args:
         num_engines: the engines, numbered from 0. None has a prefix cache until `begin`.
@@ -101,21 +128,29 @@ class Router:
         max_ratio: float = MAX_RATIO,
     ) -> None:
         self._indexes = [PrefixIndex() for _ in range(num_engines)]
+        self._adapters = [RecentAdapters() for _ in range(num_engines)]
         self._block_size = block_size
         self._max_gap = max_gap
         self._max_ratio = max_ratio
 
-    def begin(self, engine: int, num_blocks: int = 0) -> None:
-        """Forget an engine's blocks: its process has ended, or a new one is ready.
+    def begin(self, engine: int, num_blocks: int = 0, num_adapters: int = 0) -> None:
+        """Forget what an engine has: its process has ended, or a new one is ready.
 
         Args:
             engine: its number.
             num_blocks: of its KV cache; 0 if it keeps no prefixes.
+            num_adapters: that it holds.
         """
         self._indexes[engine] = PrefixIndex(num_blocks)
+        self._adapters[engine] = RecentAdapters(num_adapters)
 
     def choose(
-        self, token_ids: Sequence[int], part: Hashable, loads: Sequence[int], ready: Collection[int]
+        self,
+        token_ids: Sequence[int],
+        part: Hashable,
+        loads: Sequence[int],
+        ready: Collection[int],
+        adapter: str | None = None,
     ) -> int:
         """Choose the engine of a request, which the caller sends to it.
 
@@ -124,19 +159,26 @@ class Router:
             part: see `block_keys`.
             loads: requests in flight of each engine.
             ready: the engines to choose from, at least one.
+            adapter: digest of the request's adapter; None for none.
         """
         keys = block_keys(token_ids, self._block_size, part)
         matches = {engine: self._indexes[engine].match(keys) for engine in ready}
 
-        def by_load(engine: int) -> tuple[int, int, int]:
-            return loads[engine], len(self._indexes[engine]), engine
+        def by_load(engine: int) -> tuple[int, int, int, int]:
+            num_adapters = 0 if adapter is None else len(self._adapters[engine])
+            return loads[engine], num_adapters, len(self._indexes[engine]), engine
 
         chosen = min(ready, key=lambda engine: (-matches[engine], *by_load(engine)))
         least = min(ready, key=by_load)
         matched = matches[chosen] * self._block_size
         if matched < MIN_MATCH * len(token_ids) or self._overloaded(loads[chosen], loads[least]):
-            chosen = least
+            having = [it for it in ready if adapter is not None and adapter in self._adapters[it]]
+            chosen = min(having, key=by_load, default=least)
+            if self._overloaded(loads[chosen], loads[least]):
+                chosen = least
         self._indexes[chosen].add(keys)
+        if adapter is not None:
+            self._adapters[chosen].add(adapter)
         return chosen
 
     def _overloaded(self, load: int, least: int) -> bool:

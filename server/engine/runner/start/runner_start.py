@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineConfig
     from server.engine.runner.start.startup_progress import Phases
+    from server.engine.runner.step.rank_adapters import FollowingLoader
     from server.engine.runner.step.ranks import Ranks
 
 log = logging.getLogger("tessera.engine")
@@ -80,7 +81,11 @@ def start_runner(
 
 
 def start_follower(
-    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+    model: DecoderLM,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    phases: Phases,
+    adapters: FollowingLoader | None = None,
 ) -> FollowingExecutor:
     """Do what `start_runner` does, on a rank that does not lead.
 
@@ -89,13 +94,14 @@ def start_follower(
         config: of the engine.
         limits: of a step.
         phases: reports the progress.
+        adapters: of its slots; None if it has none.
 
     Raises:
         NotEnoughMemoryError: as for `start_runner`.
     """
     runner = _start(model, config, limits, phases)
     recorder = CudaGraphs(runner.device) if _records(config, runner) else None
-    return FollowingExecutor(model, runner.kv_cache, recorder, limits.max_logits)
+    return FollowingExecutor(model, runner.kv_cache, recorder, limits.max_logits, adapters)
 
 
 def _start(

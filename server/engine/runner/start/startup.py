@@ -19,17 +19,16 @@ from kernels import KernelError, detect
 from kernels.collective.connect import connect
 from kernels.cpu.library import instructions
 from kernels.cpu.workers import set_num_threads
-from model.adapters.targets import find_targets
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import resolve_dtype, stored_dtype
 from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.memory import free_bytes
 from model.device.quantizations import quantization_name
-from model.errors import AdapterError, ModelError
+from model.errors import ModelError
 from model.executors.single_launch import exact_rows
 from model.modules import load_modules, with_modules
-from model.network.adapter_slots import slot_bytes
+from model.network.matrix_shapes import slot_bytes
 from model.network.state import quantized_kv_dtype
 from model.progress import Progress, bytes_text
 from server.engine.core.adapter_pool import AdapterPool
@@ -46,9 +45,10 @@ from server.engine.runner.start.runner_start import start_follower, start_runner
 from server.engine.runner.start.startup_progress import Phases
 from server.engine.runner.start.step_limits import step_limits
 from server.engine.runner.step.adapters import SlotLoader
+from server.engine.runner.step.rank_adapters import FollowingLoader, LeadingLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from kernels.collective.endpoint import RankEndpoint
     from kernels.weight_format import WeightFormat
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from server.engine.core.messages import EngineMessage, FrontEndMessage
     from server.engine.core.plan_report import PlanReport
     from server.engine.runner.step.model_runner import ModelRunner
+    from server.engine.runner.step.rank_adapters import AdapterReport
     from server.engine.runner.step.ranks import FollowingExecutor, Ranks
 
 log = logging.getLogger("tessera.engine")
@@ -67,10 +68,6 @@ log = logging.getLogger("tessera.engine")
 # call. With 0.2 a sequence has 2.2 runs, with 0 it has 35 (64 sequences, twice as many blocks as they need, prefix
 # caching on). The drawback is that cached blocks are evicted earlier.
 _CPU_CONTIGUITY_RESERVE = 0.2
-
-
-_CPU_LORAS = 4
-"""Adapters in host memory for each slot."""
 
 
 class _Loaded(NamedTuple):
@@ -156,9 +153,9 @@ def start_engine(
     scheduler.drafts.has_exact_rows = lambda: runner.exact_rows > 1
     adapters = None
     if config.max_loras:
-        loader = SlotLoader(model, config.max_lora_rank)
-        most = max(config.max_loras, config.max_cpu_loras or _CPU_LORAS * config.max_loras)
-        adapters = AdapterPool(config.max_loras, most, loader)
+        own = SlotLoader(model, config.max_lora_rank)
+        loader = own if ranks is None else LeadingLoader(own, ranks)
+        adapters = AdapterPool(config.max_loras, config.num_host_adapters, loader)
     return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead, adapters=adapters)
 
 
@@ -184,15 +181,11 @@ def _reserve_adapters(model: DecoderLM, config: EngineConfig) -> None:
     """Allocate the slots of adapters.
 
     Raises:
-        AdapterError: the model cannot have adapters here.
         StartupError: memory does not suffice.
     """
     assert config.max_loras
-    find_targets(model.config)
-    if config.tensor_parallel > 1:
-        raise AdapterError("--max-loras: no adapters with --tensor-parallel")
     dtype = torch.float32 if model.device.type == "cpu" else model.dtype
-    num_bytes = config.max_loras * slot_bytes(model.network, config.max_lora_rank, dtype)
+    num_bytes = config.max_loras * slot_bytes(model.network, config.max_lora_rank, dtype.itemsize)
     wanted = (
         f"{config.max_loras} slots for adapters of rank {config.max_lora_rank} need"
         f" {num_bytes / 2**30:.2f} GiB"
@@ -213,20 +206,26 @@ def _versions(model: DecoderLM) -> dict[str, str]:
     return versions
 
 
-def start_rank(config: EngineConfig, endpoint: RankEndpoint) -> FollowingExecutor:
+def start_rank(
+    config: EngineConfig, endpoint: RankEndpoint, report: Callable[[AdapterReport], None]
+) -> FollowingExecutor:
     """Load this rank's part of the model, allocate its KV cache and warm up.
 
     Args:
         config: of the engine.
         endpoint: of this process, whose rank is 1 or more.
+        report: sends what became of a read of an adapter to the leader; called by any thread.
 
     Raises:
         StartupError: as for `start_engine`.
     """
     phases = Phases(_Silent(), shown=False)
     with _errors_explained(phases):
-        loaded = _load(config, phases, endpoint)
-        return start_follower(loaded.model, config, loaded.limits, phases)
+        model, _, limits, _ = _load(config, phases, endpoint)
+        adapters = None
+        if config.max_loras:
+            adapters = FollowingLoader(SlotLoader(model, config.max_lora_rank), report)
+        return start_follower(model, config, limits, phases, adapters)
 
 
 class _Silent:

@@ -20,6 +20,7 @@ from kernels.collective.communicator import RankLostError
 from model.executors.columns import Bucket
 from model.executors.step import StepInput, StepOutput
 from server.engine.runner.step.executor import StepExecutor
+from server.engine.runner.step.rank_adapters import AdapterRanks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
     from model.decoder import DecoderLM
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder, Replay
+    from server.engine.runner.step.rank_adapters import AdapterCommand, FollowingLoader
 
 _KEPT_INPUTS: Final = 8
 
 
-class RankCommand(msgspec.Struct, frozen=True, array_like=True):
+class RankCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What the other ranks do with the leader.
 
     Attributes:
@@ -51,18 +53,16 @@ class RankCommand(msgspec.Struct, frozen=True, array_like=True):
     shared: int = 0
 
 
-class Ranks(Protocol):
+class Ranks(AdapterRanks, Protocol):
     """The other ranks, as the leader sees them.
 
     Attributes:
-        size: number of ranks, the leader included.
         endpoint: of the leader.
     """
 
-    size: int
     endpoint: RankEndpoint
 
-    def tell(self, command: RankCommand) -> None:
+    def tell(self, command: RankCommand | AdapterCommand) -> None:
         """Send a command to all other ranks; never blocks."""
 
     def end_engine(self) -> NoReturn:
@@ -138,15 +138,22 @@ class FollowingExecutor:
         kv_cache: of the heads of this rank, on the model's device.
         recorder: for that device.
         most_rows: most rows of logits in a recorded step.
+        adapters: of this rank's slots; None if it has none.
     """
 
     def __init__(
-        self, model: DecoderLM, kv_cache: KVCache, recorder: Recorder | None, most_rows: int
+        self,
+        model: DecoderLM,
+        kv_cache: KVCache,
+        recorder: Recorder | None,
+        most_rows: int,
+        adapters: FollowingLoader | None = None,
     ) -> None:
         assert model.communicator is not None
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._communicator: Communicator = model.communicator
         self._most_rows = most_rows
+        self._adapters = adapters
         self._device = kv_cache.device
         self._sampled: Tensor | None = None
         self._inputs: OrderedDict[Bucket, StepInput] = OrderedDict()
@@ -154,8 +161,12 @@ class FollowingExecutor:
         self._out: StepOutput | None = None
 
     @torch.inference_mode()
-    def run(self, command: RankCommand) -> None:
+    def run(self, command: RankCommand | AdapterCommand) -> None:
         """Carry out a command of the leader."""
+        if not isinstance(command, RankCommand):
+            assert self._adapters is not None
+            self._adapters.run(command)
+            return
         ids = self._tokens(command.capacity)
         if command.shared:
             assert ids is not None

@@ -8,6 +8,7 @@ import msgspec
 
 from server.errors import UnknownThreadError, ValidationError
 from server.http.body.limits import check_stop_strings
+from server.http.config import served_names
 from server.http.dialects.anthropic.blocks import ContentBlocks
 from server.http.dialects.anthropic.conversation import read_conversation
 from server.http.dialects.anthropic.message import MessageFormat
@@ -17,7 +18,7 @@ from server.http.dialects.anthropic.stream import BlockEvents, TextEvents
 from server.http.dialects.anthropic.tools import chat_tools
 from server.http.dialects.openai.chat import ChatAnswer
 from server.http.dialects.openai.constraints import find_constraint
-from server.http.dialects.openai.fields import parse_body, served_names
+from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import TokenJSON
 from server.http.dialects.openai.options import OutputLimit
 from server.http.dialects.openai.schema import ChatBody, SamplingFields

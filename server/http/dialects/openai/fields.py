@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 import pydantic
 
 from server.errors import UnknownModelError, ValidationError
+from server.http.adapters.names import ANY_MODEL
 from server.http.body.validation import fields_of, parse, quote, unsupported
+from server.http.config import served_names
 from server.http.request_id import current_request
 
 if TYPE_CHECKING:
@@ -102,7 +104,6 @@ _NO_EFFECT_WITHIN = _ONLY_OF_JSON | {
 # Further ones are only counted, so that the header stays short.
 _MOST_WARNINGS = 8
 # TGI's clients and huggingface_hub's send these names, or the server's URL.
-_ANY_MODEL = ("tgi", "dummy")
 _ANY_MODEL_PREFIXES = ("http://", "https://")
 
 
@@ -141,11 +142,6 @@ def parse_body(
     return parsed, _warnings(ignored)
 
 
-def served_names(config: HTTPConfig) -> tuple[str, ...]:
-    """Return the names of the served model; the first is the one in replies."""
-    return config.served_model_name or (config.model_id,)
-
-
 def check_model(name: str | None, context: AppContext, prefixes: tuple[str, ...] = ()) -> None:
     """Check that a request's model is the served one or an adapter, or that its name begins with one of the prefixes.
 
@@ -160,7 +156,7 @@ def check_model(name: str | None, context: AppContext, prefixes: tuple[str, ...]
     if adapters.knows(name):
         adapters.choose(name)
         return
-    if name in _ANY_MODEL or name.startswith((*_ANY_MODEL_PREFIXES, *prefixes)):
+    if name in ANY_MODEL or name.startswith((*_ANY_MODEL_PREFIXES, *prefixes)):
         return
     raise UnknownModelError(
         f"the `model` {quote('', name)} does not exist; this server has "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from server.http.dialects.openai.fields import check_model, served_names
+from server.http.config import served_names
+from server.http.dialects.openai.fields import check_model
 from server.http.dialects.openai.replies import Model, ModelList
 from server.http.request_id import current_request
 

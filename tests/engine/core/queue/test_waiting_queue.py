@@ -5,7 +5,8 @@ import random
 import pytest
 
 from server.engine.core.limits import SchedulerConfig
-from server.engine.core.queue.waiting_queue import WaitingQueue, length_class
+from server.engine.core.queue.length_counts import length_class
+from server.engine.core.queue.waiting_queue import WaitingQueue
 from tests.engine.core.bookkeeping import (
     Token,
     begin,
@@ -109,8 +110,8 @@ def test_sequences_and_tokens_are_counted_by_length():
     queue.remove(removed)
 
     assert [length_class(n) for n in (1, 2, 3, 4, 64, 127, 128)] == [1, 2, 2, 3, 7, 7, 8]
-    assert queue.num_by_length[:9] == [0, 1, 0, 0, 0, 0, 0, 2, 0]
-    assert queue.num_tokens_by_length[7] == 64 + 127
+    assert queue.by_length.sequences[:9] == [0, 1, 0, 0, 0, 0, 0, 2, 0]
+    assert queue.by_length.tokens[7] == 64 + 127
     assert len(queue) == 3
 
 

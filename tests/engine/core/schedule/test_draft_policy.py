@@ -435,7 +435,21 @@ def test_steps_with_adapters_count_only_where_such_steps_may_have_drafts(determi
     service.run()
 
     measured = [it.seconds(2, 2, 1) > 0 for it in service.scheduler.drafts.kinds]
-    assert measured == [deterministic, False]
+    assert measured == [False, False, deterministic]
+
+
+def test_drafts_of_steps_with_adapters_depend_on_the_cost_of_such_steps_alone():
+    plain, adapted = Service(dear), Service(cheap)
+    adapted.scheduler.drafts = plain.scheduler.drafts
+    for service in (plain, adapted):
+        sequence = service.add(1)
+        if service is adapted:
+            sequence.adapter = AdapterRef("a", "folder", "digest")
+        service.drafter = adapted.scheduler.drafts.drafter = KnownText(service.texts)
+        service.run()
+
+    counts = [sum(bool(it.decode.drafts) for it in service.outputs) for service in (plain, adapted)]
+    assert counts[0] < 5 < counts[1], "of those for which the costs are known to be high, a probe"
 
 
 def test_a_step_of_several_tokens_is_computed_as_a_power_of_two():

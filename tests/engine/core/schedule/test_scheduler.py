@@ -379,7 +379,7 @@ def test_waiting_sequences_are_expected_to_generate_what_others_with_such_a_limi
     scheduler = make_scheduler(num_blocks=100, max_num_seqs=1)
     for i in range(3):
         add(scheduler, i, 4, 20)
-    assert sum(scheduler.waiting.output_by_length) == 60
+    assert sum(scheduler.waiting.by_length.output) == 60
     output = scheduler.schedule()
     scheduler.start(output)
     scheduler.abort(0)
@@ -389,7 +389,7 @@ def test_waiting_sequences_are_expected_to_generate_what_others_with_such_a_limi
     add(scheduler, 3, 4, 20)
     add(scheduler, 4, 4, 200)
 
-    assert sum(scheduler.waiting.output_by_length) == 1 + 200
+    assert sum(scheduler.waiting.by_length.output) == 1 + 200
 
 
 def test_what_is_left_in_an_idle_scheduler_is_named_with_its_number():

@@ -15,7 +15,13 @@ from server.engine.core.request import AdapterRef, FinishReason, GenerateRequest
 from server.engine.link.front_end import hub as hub_module
 from server.engine.link.front_end.client import EngineUnavailableError, RemoteEngine
 from server.engine.link.front_end.hub import EngineHub
-from server.engine.link.protocol import AdapterChange, Attached, EngineState, RequestHeader
+from server.engine.link.protocol import (
+    AdapterChange,
+    AdapterRefusal,
+    Attached,
+    EngineState,
+    RequestHeader,
+)
 from server.engine.link.sockets import Connection
 from tests.engine.link.front_end.test_client import (
     COMMAND,
@@ -25,6 +31,8 @@ from tests.engine.link.front_end.test_client import (
     submit,
 )
 from tests.waiting import reached
+
+TAKEN, UNKNOWN = AdapterRefusal.TAKEN, AdapterRefusal.UNKNOWN
 
 
 class Pool:
@@ -99,22 +107,62 @@ def test_a_change_of_adapters_reaches_all_front_ends_and_those_that_start_later(
             second, _ = await service.front_end()
             seen = {first: [], second: []}
             for front_end, changes in seen.items():
-                front_end.on_adapter = changes.append
+                front_end.share_adapters((), changes.append)
             loaded = AdapterChange("sql", AdapterRef("sql", "/adapters/sql", "digest"), 8)
             other = AdapterChange("chat", AdapterRef("chat", "/adapters/chat", "other"), 4)
 
             for change in (loaded, other, AdapterChange("chat")):
-                first.announce(change)
+                assert await first.change_adapters(change) is None
+                assert seen[first][-1] == change
             await reached(lambda: len(seen[second]) == 3)
             assert seen[first] == seen[second] == [loaded, other, AdapterChange("chat")]
 
             connection, descriptor = service.connect()
             late, found = RemoteEngine(descriptor, connection.first_id), []
             service.closing.callback(late.stop)
-            late.on_adapter = found.append
+            late.share_adapters((), found.append)
             await late.start()
-            await reached(lambda: len(found) == 2)
-            assert found == [loaded, AdapterChange("chat")]
+            assert found == [loaded]
+
+    run(scenario())
+
+
+def test_changes_of_one_name_at_once_leave_all_front_ends_with_the_same_adapters():
+    async def scenario():
+        async with pool() as service:
+            front_ends = [(await service.front_end())[0] for _ in range(3)]
+            seen = [[] for _ in front_ends]
+            for front_end, changes in zip(front_ends, seen, strict=True):
+                front_end.share_adapters((), changes.append)
+            loads = [
+                AdapterChange("sql", AdapterRef("sql", f"/{digest}", digest), 8) for digest in "abc"
+            ]
+
+            def change_all(changes, **more):
+                pairs = zip(front_ends, changes, strict=True)
+                return asyncio.gather(*(it.change_adapters(one, **more) for it, one in pairs))
+
+            refusals = await change_all(loads)
+            assert sorted(refusals, key=str) == [TAKEN, TAKEN, None]
+            assert await change_all(loads, replaces=True) == [None] * 3
+            refusals = await change_all([AdapterChange("sql")] * 3)
+            assert sorted(refusals, key=str) == [UNKNOWN, UNKNOWN, None]
+            await reached(lambda: all(len(it) == 5 for it in seen))
+            assert seen[0] == seen[1] == seen[2]
+
+    run(scenario())
+
+
+def test_a_question_about_adapters_ends_with_the_connection_to_the_hub():
+    async def scenario():
+        async with pool() as service:
+            remote, _ = await service.front_end()
+            change = remote.change_adapters(AdapterChange("sql"))
+            asking = asyncio.ensure_future(change)
+            await asyncio.sleep(0)
+            remote._lose_hub("test")
+            await asyncio.wait([asking])
+            assert asking.cancelled()
 
     run(scenario())
 

@@ -9,15 +9,15 @@ from server.engine.link.front_end.routing import MAX_GAP, MAX_RATIO, PrefixIndex
 BLOCK = 4
 
 
-def router(num_engines=2, num_blocks=100):
+def router(num_engines=2, num_blocks=100, num_adapters=2):
     made = Router(num_engines, BLOCK)
     for engine in range(num_engines):
-        made.begin(engine, num_blocks)
+        made.begin(engine, num_blocks, num_adapters)
     return made
 
 
-def choose(router, prompt, loads=(0, 0), part=None):
-    return router.choose(prompt, part, loads, range(len(loads)))
+def choose(router, prompt, loads=(0, 0), part=None, adapter=None):
+    return router.choose(prompt, part, loads, range(len(loads)), adapter)
 
 
 def prompt(number, length=40):
@@ -105,6 +105,33 @@ def test_parts_of_the_prefix_cache_share_nothing():
 
     assert choose(engines, prompt(1), (1, 0), part="b") == 1
     assert choose(engines, prompt(1), (1, 0), part="a") == 0
+
+
+def test_a_request_goes_to_the_engine_that_has_its_adapter_unless_that_is_overloaded():
+    engines = router()
+    assert choose(engines, prompt(1), adapter="a") == 0
+    assert choose(engines, prompt(2), adapter="b") == 1, "it has fewer adapters"
+    assert choose(engines, prompt(3), (0, 5), adapter="b") == 1
+    assert choose(engines, prompt(4), (5, 0), adapter="a") == 0
+    assert choose(engines, prompt(5), (MAX_GAP + 1, 0), adapter="a") == 1
+    assert choose(engines, prompt(6), (3, 2), adapter="a") == 1, "now both have it"
+
+
+def test_a_known_prefix_counts_more_than_an_adapter():
+    engines = router()
+    choose(engines, prompt(1), (0, 1), adapter="a")
+    choose(engines, prompt(2), (MAX_GAP + 1, 0), adapter="a")
+    assert choose(engines, prompt(1), (5, 0), adapter="a") == 0
+
+
+def test_the_adapter_that_no_request_has_chosen_for_the_longest_time_is_forgotten():
+    engines = router(num_adapters=2)
+    for number, name in enumerate("abac"):
+        choose(engines, prompt(number), (0, 1), adapter=name)
+    assert choose(engines, prompt(10), (1, 0), adapter="a") == 0
+    assert choose(engines, prompt(11), (1, 0), adapter="b") == 1
+    engines.begin(0, 100, 2)
+    assert choose(engines, prompt(12), (1, 0), adapter="a") == 1
 
 
 def test_the_least_recently_used_prompt_is_forgotten_first_from_its_end():
