@@ -120,7 +120,9 @@ class _Model(ctypes.Structure):
     )
 
 
-class _Cache(ctypes.Structure):
+class CCache(ctypes.Structure):
+    """`Cache` of native/attention.h."""
+
     _fields_ = (
         ("keys", _POINTER),
         ("values", _POINTER),
@@ -128,10 +130,13 @@ class _Cache(ctypes.Structure):
         ("block_size", _INT),
         ("kv_heads", _INT),
         ("head_dim", _INT),
+        ("by_token", _INT),
     )
 
 
-class _Sequences(ctypes.Structure):
+class CSequences(ctypes.Structure):
+    """`Sequences` of native/attention.h."""
+
     _fields_ = (
         ("count", _INT),
         ("columns", _INT),
@@ -185,9 +190,9 @@ class _Step(ctypes.Structure):
         ("slots", _POINTER),
         ("cos", _POINTER),
         ("sin", _POINTER),
-        ("decode", _Sequences),
-        ("prompts", _Sequences),
-        ("caches", ctypes.POINTER(_Cache)),
+        ("decode", CSequences),
+        ("prompts", CSequences),
+        ("caches", ctypes.POINTER(CCache)),
         ("num_logits", _INT),
         ("logits_rows", _POINTER),
         ("normed", _POINTER),
@@ -344,7 +349,7 @@ class CPUDecoder:
             _address(a.positions),
             _address(a.slot_mapping),
             *map(_address, step.rope),
-            _Sequences(
+            CSequences(
                 step.rows,
                 step.columns,
                 step.queries,
@@ -352,7 +357,7 @@ class CPUDecoder:
                 _address(a.seq_lens),
                 _address(a.block_table),
             ),
-            _Sequences(
+            CSequences(
                 step.prompt_seqs,
                 step.columns,
                 0,
@@ -377,13 +382,14 @@ class CPUDecoder:
     def _bound(self, layers: Sequence[Tensor]) -> Any:  # noqa: ANN401 - an array type made by ctypes
         """Return the structures of a cache, which are kept for the next step."""
         if self._caches is None or self._caches[0] is not layers:
-            caches = (_Cache * len(layers))(
+            caches = (CCache * len(layers))(
                 *(
-                    _Cache(
+                    CCache(
                         _address(layer[0]),
                         _address(layer[1]),
                         layer.dtype is torch.float16,
                         *layer.shape[2:],
+                        False,
                     )
                     for layer in layers
                 )

@@ -143,12 +143,10 @@ typedef struct {
     Convolution convolution;
 } Mixer;
 
-typedef struct { Workers *workers; const void *mixer; } MixerCall;
-
 /* y = c * convolution(b * x) of [b | c | x]. */
 static void compute_short_conv(Pool *pool, const void *argument, int thread) {
     (void)thread;
-    const Mixer *m = ((const MixerCall *)argument)->mixer;
+    const Mixer *m = ((const WorkersCall *)argument)->argument;
     const Convolution *c = &m->convolution;
     int64_t parts = parts_of_channels(c), count = (m->segments->rows + m->segments->prompts) * parts, size = c->channels;
     LOOP(pool, 0, count, chunk_of(count, pool->threads), item, end, {
@@ -174,7 +172,7 @@ static void compute_short_conv(Pool *pool, const void *argument, int thread) {
 
 /* Returns 0, or 1 if memory does not suffice; so do the others. */
 int64_t tessera_short_conv(Workers *w, const Mixer *m) {
-    MixerCall call = {w, m};
+    WorkersCall call = {w, m};
     return run_alone(w, compute_short_conv, &call, 1, 0);
 }
 
@@ -287,8 +285,8 @@ static void delta_values_of_1(const GatedDelta *d, Segment s, int64_t head, int6
 
 static void compute_gated_delta(Pool *pool, const void *argument, int thread) {
     (void)thread;
-    const MixerCall *call = argument;
-    const GatedDelta *d = call->mixer;
+    const WorkersCall *call = argument;
+    const GatedDelta *d = call->argument;
     const Segments *all = d->mixer.segments;
     int64_t tokens = tokens_of(all), heads = d->heads, values = d->value_dim, dim = d->key_dim, stride = d->mixer.stride;
     char *next = call->workers->memory;
@@ -323,7 +321,7 @@ static void compute_gated_delta(Pool *pool, const void *argument, int thread) {
 }
 
 int64_t tessera_gated_delta(Workers *w, const GatedDelta *d) {
-    MixerCall call = {w, d};
+    WorkersCall call = {w, d};
     return run_alone(w, compute_gated_delta, &call, 4, 2 * carved(tokens_of(d->mixer.segments) * d->heads * 4));
 }
 
@@ -377,8 +375,8 @@ static void mamba_elements(const Mamba2 *m, Segment s, int64_t head, int64_t fir
 
 static void compute_mamba2(Pool *pool, const void *argument, int thread) {
     (void)thread;
-    const MixerCall *call = argument;
-    const Mamba2 *m = call->mixer;
+    const WorkersCall *call = argument;
+    const Mamba2 *m = call->argument;
     const Segments *all = m->mixer.segments;
     int64_t tokens = tokens_of(all), heads = m->heads, inner = heads * m->head_dim, stride = m->mixer.stride;
     char *next = call->workers->memory;
@@ -416,6 +414,6 @@ static void compute_mamba2(Pool *pool, const void *argument, int thread) {
 }
 
 int64_t tessera_mamba2(Workers *w, const Mamba2 *m) {
-    MixerCall call = {w, m};
+    WorkersCall call = {w, m};
     return run_alone(w, compute_mamba2, &call, 4, 2 * carved(tokens_of(m->mixer.segments) * m->heads * 4));
 }

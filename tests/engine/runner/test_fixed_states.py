@@ -1,6 +1,7 @@
 """An engine whose layers keep a state of fixed size gives the tokens that each sequence has alone, without a cache."""
 
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -240,25 +241,47 @@ def test_snapshots_leave_as_others_come(alone, folder):
     assert_all_free(engine)
 
 
-def test_a_failed_step_ends_its_sequences_because_it_cannot_be_computed_again(
-    alone, start, monkeypatch
-):
-    engine = start()
-    launch = ModelRunner.launch
+def failing(monkeypatch, steps):
+    """Let the launches of these numbers fail after they have replaced states."""
+    launch, count = ModelRunner.launch, itertools.count()
 
     def fail(runner, output):
-        launch(runner, output)
-        raise RuntimeError("after the states were written")
+        pending = launch(runner, output)
+        if next(count) in steps:
+            raise RuntimeError("after the states were written")
+        return pending
 
+    monkeypatch.setattr(ModelRunner, "launch", fail)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+@pytest.mark.parametrize("steps", [{0}, {3}, {2, 3}, {5, 12, 30}])
+def test_sequences_of_a_failed_step_begin_again_at_snapshots(
+    alone, start, monkeypatch, steps, ahead
+):
+    engine = start()
+    if ahead:
+        run_ahead(engine)
+    requests = requests_of(random.Random(9), 6, 20)
+    failing(monkeypatch, steps)
+
+    answers = engine.generate(requests)
+
+    check(alone, requests, answers)
+    assert engine.engine.stats().num_failed_steps == len(steps)
+    assert_all_free(engine)
+
+
+def test_a_sequence_whose_steps_fail_ends_with_an_error(alone, start, monkeypatch):
+    engine = start()
     request = greedy(1, random_prompt(random.Random(9), 20, 20), 10)
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "launch", fail)
+        failing(patch, range(100))
         [events] = engine.generate([request])
     assert [event.finish_reason for event in events] == [FinishReason.ERROR]
     assert_all_free(engine)
 
     check(alone, [request], engine.generate([request]))
-    assert hits(engine) == 0
 
 
 def test_the_cache_has_slots_for_all_sequences_and_their_snapshots(start):
