@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,15 +14,28 @@ from kernels.cpu.library import load
 from kernels.cpu.matrix import CMatrix, PackedMatrix
 from kernels.weight_format import LIBRARY_GROUP
 
-if TYPE_CHECKING:
-    from kernels.linear.lora import LoraWeights
-
 _LANES: Final = 16
 _MOST_HEAD_DIM: Final = 256
 _MOST_GROUP: Final = 16
 _MOST_LAYERS: Final = 400
 _MOST_PARTS: Final = 3
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class SlotMatrices(Protocol):
+    """The matrices of all slots of adapters for one matrix of a layer, as `kernels.linear.lora.LoraWeights` has them."""
+
+    @property
+    def a(self) -> Tensor:
+        """See there."""
+
+    @property
+    def b(self) -> Tensor:
+        """See there."""
+
+    @property
+    def bounds(self) -> Sequence[tuple[int, int]]:
+        """See there."""
 
 
 class DecoderShape(NamedTuple):
@@ -158,7 +171,7 @@ class _Lora(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, weights: LoraWeights) -> _Lora:
+    def of(cls, weights: SlotMatrices) -> _Lora:
         """Return the structure of the slots of one matrix."""
         _, parts, _, inputs = weights.a.shape
         ends = [end for _, end in weights.bounds]
@@ -270,7 +283,7 @@ class CPUDecoder:
             ctypes.pointer(embedding.c),
         )
         self._caches: tuple[Sequence[Tensor], Any] | None = None
-        self._adapters: tuple[Sequence[Mapping[str, LoraWeights]], Tensor, Any] | None = None
+        self._adapters: tuple[Sequence[Mapping[str, SlotMatrices]], Tensor, Any] | None = None
         self.hidden, self.vocab_size = shape.hidden, head.c.outputs
         self.num_bytes = sum(matrix.num_bytes for layer in layers for matrix in layer[:4]) + sum(
             matrix.num_bytes for matrix in {id(m): m for m in (head, embedding)}.values()
@@ -280,7 +293,7 @@ class CPUDecoder:
             raise MemoryError(f"the CPU library cannot start {threads} threads")
         weakref.finalize(self, library.tessera_end, self._engine)
 
-    def bind_adapters(self, layers: Sequence[Mapping[str, LoraWeights]], ranks: Tensor) -> None:
+    def bind_adapters(self, layers: Sequence[Mapping[str, SlotMatrices]], ranks: Tensor) -> None:
         """Use the slots of adapters in steps whose rows name them.
 
         Args:

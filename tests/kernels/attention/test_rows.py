@@ -340,35 +340,3 @@ def test_the_tolerance_rule_rejects_a_reference_that_is_not_finite():
         assert_no_worse_than(torch.zeros(2), torch.zeros(2), unknown)
     with pytest.raises(AssertionError, match="allowed inf"):
         assert_no_worse_than(torch.zeros(2), torch.tensor([0.0, math.inf]), torch.zeros(2))
-
-
-@pytest.mark.parametrize("softcap", [None, 30.0])
-@pytest.mark.parametrize("window", [None, 20])
-def test_a_query_has_the_same_bits_in_any_part_of_a_prompt_and_beside_any_others(softcap, window):
-    rows = {row.name: row for row in REGISTRY}
-    more = {"sliding_window": window, "softcap": softcap}
-    if isinstance(load(), str):
-        pytest.skip(load())
-    whole = make_case(problem(Phase.PREFILL, **more), [90, 33], [90, 40])
-    out = whole.run(rows["cpu_prefill"])
-    whole.check(out)
-
-    for first, end in ((0, 1), (0, 7), (7, 64), (63, 90), (89, 90)):
-        for phase in Phase:
-            if phase is Phase.DECODE and end - first > 1:
-                continue
-            batch = dataclasses.replace(
-                whole.batch,
-                cu_seqlens_q=torch.tensor([0, end - first], dtype=torch.int32),
-                seq_lens=torch.tensor([end], dtype=torch.int32),
-                block_table=whole.batch.block_table[:1],
-                num_tokens=end - first,
-                max_seqlen_q=end - first,
-                max_seqlen_k=end,
-            )
-            part = dataclasses.replace(
-                whole, problem=problem(phase, **more), batch=batch, q=whole.q[first:end]
-            )
-            found = part.run(rows[f"cpu_{phase.value}"])
-
-            assert torch.equal(found, out[first:end])
