@@ -104,6 +104,7 @@ CPU_LIBRARY: Final = RecurrentSpec(
         Mamba2Shape: "kernels.cpu.recurrent:Mamba2",
     },
     recurrent.unsupported,
+    keeps=True,
 )
 """One call of the C library on a CPU, token by token; batch invariant."""
 PYTORCH: Final = RecurrentSpec(
