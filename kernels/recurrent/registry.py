@@ -84,17 +84,28 @@ def _state_limits(problem: RecurrentProblem) -> tuple[tuple[bool, str], ...]:
     return ((size > most, f"states of {most} columns a head in {problem.dtype}, not {size}"),)
 
 
+_EQUAL_BITS: Final = "equal bits for a token beside any others, so deterministic steps take it too"
+
 TRITON: Final = RecurrentSpec(
     "triton_recurrent",
     {
         ShortConvShape: "kernels.recurrent.gpu.short_conv:ShortConv",
-        GatedDeltaShape: "kernels.recurrent.gpu.gated_delta:GatedDelta",
         Mamba2Shape: "kernels.recurrent.gpu.mamba2:Mamba2",
     },
     _triton_limits,
-    "equal bits for a token beside any others, so deterministic steps take it too",
+    _EQUAL_BITS,
+    keeps=True,
 )
 """One launch for decode rows and a few for prompts. Tiles and the order of all sums depend on the shape alone."""
+
+TRITON_GATED_DELTA: Final = RecurrentSpec(
+    "triton_gated_delta",
+    {GatedDeltaShape: "kernels.recurrent.gpu.gated_delta:GatedDelta"},
+    _triton_limits,
+    _EQUAL_BITS,
+    keeps=True,
+)
+"""One launch for decode rows and four for prompts, as `TRITON`."""
 
 CPU_LIBRARY: Final = RecurrentSpec(
     "cpu_recurrent",
@@ -118,7 +129,7 @@ PYTORCH: Final = RecurrentSpec(
 )
 """Separate operations, on every device."""
 
-REGISTRY: Final = (TRITON, CPU_LIBRARY, PYTORCH)
+REGISTRY: Final = (TRITON, TRITON_GATED_DELTA, CPU_LIBRARY, PYTORCH)
 
 
 @functools.cache

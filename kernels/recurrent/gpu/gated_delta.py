@@ -137,18 +137,20 @@ class GatedDelta:
             torch.empty((count, heads, 2, CHUNK, CHUNK), dtype=dtype, device=device),
             torch.empty((count, heads, FACTORS.value, CHUNK), dtype=torch.float32, device=device),
         )
+        keeps = segments.kept_slots is not None
+        kept = segments.kept_slots if keeps else segments.slots
         where = segments.cu_seqlens, segments.positions[segments.rows :], segments.slots
         counts = segments.rows, segments.num_prompts
         keys_of, values_of, squares, factors = blocks
         sizes = {"CHUNK": CHUNK, "SEQS": sequences(segments.num_prompts)}
         conv, bias, *decay = self._weights
         convolve_heads[2 * groups + heads, count * (CHUNK // _ROWS)](
-            projected, conv, bias, conv_state, *where, keys_of, values_of, *counts, projected.stride(0),
+            projected, conv, bias, conv_state, *where, kept, keys_of, values_of, *counts, projected.stride(0),
             conv_state.stride(0), shape.key_dim**-0.5,
-            **self._sizes, **self._padded, **sizes, **self._has_bias, ROWS=_ROWS,
+            **self._sizes, **self._padded, **sizes, **self._has_bias, ROWS=_ROWS, KEEPS=keeps,
             num_warps=8,
         )  # fmt: skip
-        solve_blocks[groups, count](
+        solve_blocks[heads, count](
             gates, *decay, *where[:2], keys_of, squares, factors, segments.num_prompts, gates.stride(0),
             H=heads, G=groups, BK=keys, **sizes, LEVELS=_LEVELS,
             OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,
@@ -156,9 +158,9 @@ class GatedDelta:
         )  # fmt: skip
         slices = triton.cdiv(shape.value_dim, self._slice)
         carry_states[slices, heads, segments.num_prompts](
-            projected, conv_state, state, *where, *blocks, out, *counts, projected.stride(0), conv_state.stride(0),
-            state.stride(0),
-            **self._sizes, **self._padded, **sizes, SLICE=self._slice,
+            projected, conv_state, state, *where, kept, *blocks, out, *counts,
+            projected.stride(0), conv_state.stride(0), state.stride(0),
+            **self._sizes, **self._padded, **sizes, SLICE=self._slice, KEEPS=keeps,
             CHANNELS=triton.next_power_of_2(triton.cdiv(shape.channels, slices * heads)), **self._carry_launch(dtype),
         )  # fmt: skip
         vectors = max(1, _VECTORS // values)

@@ -64,6 +64,7 @@ def launch_gated_delta(job: Any, _pdl: bool) -> None:
         torch.empty(2, dtype=torch.int32),
         torch.empty(tokens, dtype=torch.int64),
         torch.empty((2, 2), dtype=torch.int32),
+        torch.empty(job.tokens, dtype=torch.int32),
     )
     kernel(
         empty(tokens, shape.channels + shape.inner),
@@ -76,7 +77,7 @@ def launch_gated_delta(job: Any, _pdl: bool) -> None:
 def launch_mamba2(job: Any, _pdl: bool) -> None:
     """Launch one decode row and one prompt of Mamba-2; the dtype is as of `launch_gated_delta`."""
     dtype = next((it for it in ("float32", "float16") if it in job.around), "bfloat16")
-    shape = MAMBA2[tuple(it for it in job.around if it != dtype)]
+    shape = MAMBA2[tuple(it for it in job.around if it not in (dtype, "keeps"))]
     numbers = getattr(torch, dtype)
     heads = torch.empty(shape.num_heads)
     weights = RecurrentWeights(
@@ -108,10 +109,11 @@ def launch_short_conv(job: Any, _pdl: bool) -> None:
 
 
 def _segments(job: Any) -> Segments:
-    """Return one decode row and one prompt."""
+    """Return one decode row and one prompt; states are kept within it if "keeps" is in a job's features."""
     return Segments(
         1,
         torch.empty(2, dtype=torch.int32),
         torch.empty(1 + job.tokens, dtype=torch.int64),
         torch.empty((2, 2), dtype=torch.int32),
+        torch.empty(job.tokens, dtype=torch.int32) if "keeps" in job.around else None,
     )

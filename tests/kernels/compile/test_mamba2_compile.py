@@ -30,6 +30,8 @@ def jobs_for(sm):
     every = [((), name) for name in kernels(())]
     every += [(around, name) for around in list(MAMBA2)[1:] for name in kernels(around)]
     every += [(("float16",), name) for name in BLOCKS] + [(("float32",), name) for name in BLOCKS]
+    every += [((*around, "keeps"), "scan_blocks") for around in list(MAMBA2)[:2]]
+    every += [(("keeps",), "convolve_prompts")]
     return [
         *(FusedJob(sm, "mamba2", around=it, tokens=64, function=name) for it, name in every),
         *(

@@ -15,6 +15,7 @@ from tests.kernels.recurrent.gated_delta_cases import (
     Step,
     check_alone,
     check_divided,
+    check_kept,
     make_shape,
 )
 from tests.kernels.references.gated_delta import gated_delta_blocks
@@ -117,6 +118,11 @@ def test_half_precision_is_as_exact_as_that_of_the_field(decay):
 @pytest.mark.parametrize("ends", [(64, 128, 150), (128, 150)], ids=str)
 def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(ends, dtype):
     check_divided(GatedDelta, make_shape(2, 1, 40, 56), ends, dtype)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 140), (62, 70), (63, 66)])
+def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(start, length):
+    check_kept(GatedDelta, make_shape(2, 1, 24, 40), start, length)
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 16, 16), (3, 1, 24, 40), (1, 1, 7, 5)], ids=str)

@@ -24,6 +24,7 @@ from tests.kernels.recurrent.mamba2_cases import (
     UNUSED,
     Sequence,
     Step,
+    check_kept,
     divided,
     in_slots,
     variants,
@@ -134,6 +135,12 @@ def test_the_bits_of_a_short_convolution_do_not_depend_on_where_a_prompt_is_divi
 
         assert torch.equal(found, out)
         assert torch.equal(now, state[0])
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 140), (62, 70), (63, 66), (63, 2)])
+@pytest.mark.parametrize("kernel", [Mamba2, ShortConv])
+def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(kernel, start, length):
+    check_kept(kernel, MAMBA2 if kernel is Mamba2 else ShortConvShape(48, 4), start, length)
 
 
 def test_the_bits_of_a_row_do_not_depend_on_the_others():
