@@ -9,6 +9,7 @@ from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
     apertus,
     arcee,
+    bamba,
     cohere,
     cohere2,
     cwm,
@@ -120,6 +121,7 @@ _FILES: Final = (
     lfm2,
     granite4,
     falcon_h1,
+    bamba,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family

@@ -654,6 +654,13 @@ CASES = {
         _layers(2, layer_types=["attention"] * 2, **_GRANITE4)
         | {"position_embedding_type": "rope"},
     ),
+    "bamba": Case("Bamba", {**_MAMBA, **_layers(3, attn_layer_indices=[1])}, in_half=True),
+    "bamba tied biases groups": Case(
+        "Bamba",
+        {**_MAMBA, **_layers(2, attn_layer_indices=[0], mamba_n_groups=4)}
+        | dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias"), True)
+        | {"tie_word_embeddings": True, "head_dim": 24},
+    ),
     "falcon h1": Case("FalconH1", _FALCON_H1, in_half=True),
     "falcon h1 norm tied biases": Case(
         "FalconH1",
