@@ -46,7 +46,7 @@ from model.executors.recurrent import (
     step_segments,
 )
 from model.executors.scores import prompt_scores
-from model.executors.step import StepOutput, lora_rows
+from model.executors.step import StepOutput, lora_rows, wanted_rows
 from model.executors.sublayers.altup import BoundAltUp, BoundLaurel, BoundStreams, add_laurel
 from model.executors.sublayers.per_layer import BoundPerLayerInput, BoundTable
 from model.network import spec
@@ -204,9 +204,11 @@ def _halves_forward(
     return mlp.down.to_residual(widened, residual)
 
 
-def run_layers(layers: Sequence[BoundLayer], residual: Residual, contexts: Contexts) -> Residual:
-    """Compute all layers; see `layer_forward`."""
-    for index, layer in enumerate(layers):
+def run_layers(
+    layers: Sequence[BoundLayer], residual: Residual, contexts: Contexts, first: int = 0
+) -> Residual:
+    """Compute layers, of which the first one has the index `first`; see `layer_forward`."""
+    for index, layer in enumerate(layers, first):
         residual = layer_forward(index, layer, residual, contexts)
     return residual
 
@@ -259,6 +261,7 @@ class PagedStep(NamedTuple):
         deterministic: see `Bucket`.
         metadata: the plans of attention, if `step` is None.
         segments: of recurrent mixers, if `step` is None.
+        only_wanted: whether layers that write nothing compute only the tokens whose logits are wanted.
     """
 
     step: StepInput | None
@@ -268,6 +271,7 @@ class PagedStep(NamedTuple):
     deterministic: bool
     metadata: AttentionMetadata | None = None
     segments: Segments | None = None
+    only_wanted: bool = False
 
 
 def _begin_attention(model: DecoderParameters, it: PagedStep) -> Attend:
@@ -596,11 +600,24 @@ class Layers:
         """Compute a step; see `DecoderLM.step`."""
         bucket, arrays, model = step.bucket, step.device, self._model
         has_adapters = ADAPTER in bucket.extra_columns
+        only_wanted = bool(
+            bucket.prompt_seqs
+            and bucket.want is Want.TOKENS
+            and not has_adapters
+            and model.network.num_writing < len(model.network.layers)
+        )
         bound = self.kernels(deterministic=bucket.deterministic, adapters=has_adapters)
         if has_adapters:
             self._lora.rows = lora_rows(step)
         hidden = self.hidden_states(
-            PagedStep(step, state, arrays.positions, bound, bucket.deterministic),
+            PagedStep(
+                step,
+                state,
+                arrays.positions,
+                bound,
+                bucket.deterministic,
+                only_wanted=only_wanted,
+            ),
             arrays.token_ids,
             sampled,
         )
@@ -609,7 +626,7 @@ class Layers:
             scores = prompt_scores(step, hidden, bound.head)
         if not bucket.num_logits:
             return StepOutput(hidden.new_empty((0, model.network.vocab)), scores=scores)
-        if not bucket.has_all_logits:
+        if not bucket.has_all_logits and not only_wanted:
             hidden = hidden[arrays.logits_rows]
         if out is None:
             return StepOutput(bound.head(hidden), scores=scores)
@@ -623,7 +640,7 @@ class Layers:
     def hidden_states(
         self, it: PagedStep, input_ids: Tensor, sampled: Tensor | None = None
     ) -> Tensor:
-        """Compute the hidden states after the last norm, [T, C], of packed tokens.
+        """Compute the hidden states after the last norm of packed tokens: [T, C], or [M, C] of `only_wanted`.
 
         Args:
             it: what the mixers read.
@@ -639,7 +656,41 @@ class Layers:
         hidden = finish_embeddings(model.network, hidden, it.positions, model.embed_positions)
         contexts = {kind: row.begin(model, it) for kind, row in bound.kinds.items()}
         residual = bound.begin(contexts, input_ids, sampled, hidden)
-        return bound.end(self._run(bound.layers, residual, contexts))
+        if not it.only_wanted:
+            return bound.end(self._run(bound.layers, residual, contexts))
+        assert it.step is not None
+        first = model.network.num_writing
+        residual = run_layers(bound.layers[:first], residual, contexts)
+        if not it.step.bucket.num_logits:
+            return hidden[:0]
+        residual, contexts = self._wanted(it, it.step, residual, contexts)
+        return bound.end(run_layers(bound.layers[first:], residual, contexts, first))
+
+    def _wanted(
+        self, it: PagedStep, step: StepInput, residual: Residual, contexts: Contexts
+    ) -> tuple[Residual, Contexts]:
+        """Return the residual stream and the contexts of the tokens whose logits are wanted."""
+        arrays, planner = (
+            step.device,
+            AttentionPlanner(
+                it.bound.attentions, self._model.dtype_name, self._model.unmeasured_kernels
+            ),
+        )
+        rows = arrays.logits_rows
+        metadata = planner.metadata(
+            arrays.slot_mapping[rows],
+            step.block_size,
+            wanted_rows(step),
+            None,
+            it.state.kv_dtype,
+            deterministic=it.deterministic,
+        )
+        wanted = it._replace(step=None, positions=it.positions[rows], metadata=metadata)
+        narrowed: Contexts = {BoundAttention: _begin_attention(self._model, wanted)}
+        if BoundPerLayerInput in contexts:
+            narrowed[BoundPerLayerInput] = contexts[BoundPerLayerInput].index_select(1, rows)
+        # Last, because launches that may start early read what those before this one have written.
+        return Residual(settled(residual).index_select(-2, rows)), narrowed
 
     def paged(
         self,
