@@ -75,23 +75,6 @@ class Segments:
         return self._bounds
 
     @property
-    def parts(self) -> list[tuple[slice, Segments]]:
-        """Tokens that are computed one after the other, each with its segments: the decode rows, then `bounds`."""
-        rows, found = self.rows, []
-        if rows:
-            none = self.cu_seqlens[:1]
-            of_rows = Segments(rows, none, self.positions[:rows], self.slots[:rows])
-            found.append((slice(rows), of_rows))
-        for first, end, read, write in self.bounds:
-            if first == end:
-                continue
-            tokens = slice(first, end)
-            lengths = self.cu_seqlens.new_tensor([0, end - first])
-            slots = self.slots.new_tensor([[read, write]])
-            found.append((tokens, Segments(0, lengths, self.positions[tokens], slots)))
-        return found
-
-    @property
     def starts(self) -> list[int]:
         """Position of the first token of each prompt; any number for one without tokens. Read as `bounds` is."""
         if self._starts is None:

@@ -91,38 +91,6 @@ class Kernel(Protocol):
         """Compute whole sequences, [B, L, ...], from states of zeros: [B, L, inner]; differentiable."""
 
 
-class InParts:
-    """Lets a kernel that does not write states within prompts compute a prompt as several, on the host.
-
-    Args:
-        kernel: of a row without `RecurrentSpec.keeps`, on a CPU.
-    """
-
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
-        self.dense = kernel.dense
-
-    def __call__(
-        self,
-        projected: Tensor,
-        gates: Tensor | None,
-        states: tuple[Tensor, ...],
-        segments: Segments,
-    ) -> Tensor:
-        """See `RecurrentKernel.__call__`."""
-        if segments.kept_slots is None or len(segments.bounds) == segments.num_prompts:
-            return self._kernel(projected, gates, states, segments)
-        out: Tensor | None = None
-        for tokens, part in segments.parts:
-            of_part = None if gates is None else gates[tokens]
-            found = self._kernel(projected[tokens], of_part, states, part)
-            if out is None:
-                out = found.new_zeros(len(projected), found.shape[1])
-            out[tokens] = found
-        assert out is not None
-        return out
-
-
 class BoundRecurrent(NamedTuple):
     """A recurrent mixer with its products.
 
@@ -150,8 +118,6 @@ class BoundRecurrent(NamedTuple):
         )
         shape = recurrent_shape(spec)
         made: Kernel = load(choice.spec.targets[type(shape)])(shape, _weights(binder.layer))
-        if not choice.spec.keeps and binder.model.arch.is_cpu:
-            made = InParts(made)
         gates = binder.reading("gates") if isinstance(spec, GatedDelta) else None
         return cls(made, binder.reading("input"), gates, binder.adding("mixed"))
 
@@ -236,21 +202,16 @@ def step_segments(step: StepInput) -> Segments:
 
 
 def keeps_states(network: Network, dtype: str, arch: GPUArch) -> bool:
-    """Return whether the mixers of all layers write states within prompts on a processor.
-
-    On a CPU all kernels do (`InParts`), on a GPU those whose row says so (`RecurrentSpec.keeps`).
-    """
+    """Return whether the kernels of all layers write states within prompts (`RecurrentSpec.keeps`) on a processor."""
     mixers = {
         it
         for layer in network.layers
         for it in (layer.mixer.mixers if isinstance(layer.mixer, Parallel) else (layer.mixer,))
     }
     fixed = [it for it in mixers if fixed_of(it.state(dtype)) is not None]
-    return all(isinstance(it, RecurrentMixer) for it in fixed) and (
-        arch.is_cpu
-        or all(
-            recurrent_choice(mixer, dtype, arch, deterministic=it).spec.keeps
-            for mixer in fixed
-            for it in (False, True)
-        )
+    return all(
+        isinstance(mixer, RecurrentMixer)
+        and recurrent_choice(mixer, dtype, arch, deterministic=it).spec.keeps
+        for mixer in fixed
+        for it in (False, True)
     )
