@@ -12,6 +12,10 @@ from model.executors.step import StepInput, wanted_rows
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
+from tests.engine.runner import test_adapters
+from tests.engine.runner.test_adapters import Served
+from tests.model.adapters import peft_adapters
+from tests.model.adapters.peft_adapters import all_linear
 from tests.model.checkpoint.hf_checkpoints import CASES
 from tests.model.oracle import generated
 
@@ -117,3 +121,20 @@ def test_scored_prompts_are_computed_by_all_layers(served, computed):
     whole = [it for it in steps(computed) if it[-1] >= len(PROMPT)]
     assert whole
     assert all(it == [it[0]] * len(network.layers) for it in whole)
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gemma3n"])
+def test_prompts_with_adapters_have_the_tokens_of_peft(case, tmp_path, monkeypatch):
+    linear = (*all_linear(), "per_layer_input_gate", "per_layer_projection")
+    targets = [*linear, "linear_left", "linear_right"] if case == "gemma3n" else [*linear]
+    monkeypatch.setattr(peft_adapters, "all_linear", lambda: targets)
+    monkeypatch.setattr(test_adapters, "NAMES", ("a",))
+    served = Served(tmp_path, CASES[case])
+    engine = served.engine(max_num_batched_tokens=16)
+    asked = [served.request(i, PROMPT[i:], name) for i, name in enumerate((None, "a", None))]
+
+    answers = engine.generate(asked)
+
+    for i, name in enumerate((None, "a", None)):
+        expected = generated(served.models[name], PROMPT[i:], 12).tokens
+        assert [event.token_id for event in answers[i]] == expected
