@@ -23,7 +23,7 @@ _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class SlotMatrices(Protocol):
-    """The matrices of all slots of adapters for one matrix of a layer, as `kernels.linear.lora.LoraWeights` has them."""
+    """The matrices of all slots of adapters for one matrix of a layer, as of `kernels.linear.lora.LoraWeights`."""
 
     @property
     def a(self) -> Tensor:
