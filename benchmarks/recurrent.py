@@ -36,7 +36,7 @@ from kernels.recurrent.registry import PYTORCH, REGISTRY, RecurrentSpec, select
 from kernels.recurrent.segments import Segments
 from kernels.selection import load
 from model.checkpoint.config import ModelConfig
-from model.executors.recurrent import recurrent_shape
+from model.executors.layers.recurrent import recurrent_shape
 from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
 from server.cli.bench.engine.options import SHAPES, shapes
 

@@ -74,6 +74,18 @@ PORTABLE_PREFILL = KernelSpec(
     arch_note="Triton's dot uses tensor cores from sm_80 on",
 )
 
+CPU_PREFILL = KernelSpec(
+    name="cpu_prefill",
+    phase=Phase.PREFILL,
+    target="kernels.attention.cpu_library:CPUAttention",
+    dtypes=frozenset({"float32"}),
+    cpu=True,
+    in_library=True,
+    flash_attention=2,
+    head_dims=frozenset(range(16, 257, 16)),
+    group_sizes=frozenset(range(1, 17)),
+    note="one call of the C library; equal bits in every batch and chunk",
+)
 TORCH_PREFILL = KernelSpec(
     name="torch_prefill",
     phase=Phase.PREFILL,
@@ -159,6 +171,8 @@ REGISTRY: tuple[KernelSpec, ...] = (
         several_queries=True,
         launch=LaunchConfig(block_m=16, block_n=32, num_warps=4, num_stages=1, programs_per_sm=2),
     ),
+    CPU_PREFILL,
+    dataclasses.replace(CPU_PREFILL, name="cpu_decode", phase=Phase.DECODE),
     TORCH_PREFILL,
     dataclasses.replace(
         TORCH_PREFILL,
@@ -228,7 +242,7 @@ INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (
             non_causal=False,
             lse=False,
             batch_invariant=True,
-            launch=LaunchConfig(block_m=16, block_n=32, num_warps=8, num_stages=1),
+            launch=LaunchConfig(block_m=16, block_n=16, num_warps=8, num_stages=1),
             note=_EQUAL_BITS,
         )
     ),

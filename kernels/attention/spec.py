@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kernels.arch import NEVER_RUN, NOT_ALLOWED, GPUArch
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.splits import sequences_of_part
+from kernels.cpu.library import load
 
 if TYPE_CHECKING:
     from kernels.attention.launch import LaunchConfig
@@ -55,6 +56,7 @@ class KernelSpec:
             host without Triton can read every row.
         dtypes: supported dtypes.
         cpu: whether it runs on a CPU.
+        in_library: whether it is in the C library for CPUs, which has builds for some processors.
         sm: compute capabilities of the GPUs it runs on; None for every GPU, an empty set for none.
         flash_attention: the FlashAttention generation whose algorithm it follows; None for PyTorch's own attention.
         head_dims: supported head dims; None for any.
@@ -89,6 +91,7 @@ class KernelSpec:
     target: str
     dtypes: frozenset[str]
     cpu: bool = False
+    in_library: bool = False
     sm: frozenset[int] | None = frozenset()
     flash_attention: int | None = None
     head_dims: frozenset[int] | None = None
@@ -199,6 +202,8 @@ class KernelSpec:
 
     def _unsupported_arch(self, arch: GPUArch) -> tuple[str, ...]:
         if arch.is_cpu:
+            if self.in_library and isinstance(reason := load(), str):
+                return (reason,)
             return () if self.cpu else ("needs a GPU",)
         if self.sm is None:
             return ()

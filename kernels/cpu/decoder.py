@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,15 +14,28 @@ from kernels.cpu.library import load
 from kernels.cpu.matrix import CMatrix, PackedMatrix
 from kernels.weight_format import LIBRARY_GROUP
 
-if TYPE_CHECKING:
-    from kernels.linear.lora import LoraWeights
-
 _LANES: Final = 16
 _MOST_HEAD_DIM: Final = 256
 _MOST_GROUP: Final = 16
 _MOST_LAYERS: Final = 400
 _MOST_PARTS: Final = 3
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class SlotMatrices(Protocol):
+    """The matrices of all slots of adapters for one matrix of a layer, as of `kernels.linear.lora.LoraWeights`."""
+
+    @property
+    def a(self) -> Tensor:
+        """See there."""
+
+    @property
+    def b(self) -> Tensor:
+        """See there."""
+
+    @property
+    def bounds(self) -> Sequence[tuple[int, int]]:
+        """See there."""
 
 
 class DecoderShape(NamedTuple):
@@ -120,7 +133,9 @@ class _Model(ctypes.Structure):
     )
 
 
-class _Cache(ctypes.Structure):
+class CCache(ctypes.Structure):
+    """`Cache` of native/attention.h."""
+
     _fields_ = (
         ("keys", _POINTER),
         ("values", _POINTER),
@@ -128,10 +143,13 @@ class _Cache(ctypes.Structure):
         ("block_size", _INT),
         ("kv_heads", _INT),
         ("head_dim", _INT),
+        ("by_token", _INT),
     )
 
 
-class _Sequences(ctypes.Structure):
+class CSequences(ctypes.Structure):
+    """`Sequences` of native/attention.h."""
+
     _fields_ = (
         ("count", _INT),
         ("columns", _INT),
@@ -153,7 +171,7 @@ class _Lora(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, weights: LoraWeights) -> _Lora:
+    def of(cls, weights: SlotMatrices) -> _Lora:
         """Return the structure of the slots of one matrix."""
         _, parts, _, inputs = weights.a.shape
         ends = [end for _, end in weights.bounds]
@@ -185,9 +203,9 @@ class _Step(ctypes.Structure):
         ("slots", _POINTER),
         ("cos", _POINTER),
         ("sin", _POINTER),
-        ("decode", _Sequences),
-        ("prompts", _Sequences),
-        ("caches", ctypes.POINTER(_Cache)),
+        ("decode", CSequences),
+        ("prompts", CSequences),
+        ("caches", ctypes.POINTER(CCache)),
         ("num_logits", _INT),
         ("logits_rows", _POINTER),
         ("normed", _POINTER),
@@ -265,7 +283,7 @@ class CPUDecoder:
             ctypes.pointer(embedding.c),
         )
         self._caches: tuple[Sequence[Tensor], Any] | None = None
-        self._adapters: tuple[Sequence[Mapping[str, LoraWeights]], Tensor, Any] | None = None
+        self._adapters: tuple[Sequence[Mapping[str, SlotMatrices]], Tensor, Any] | None = None
         self.hidden, self.vocab_size = shape.hidden, head.c.outputs
         self.num_bytes = sum(matrix.num_bytes for layer in layers for matrix in layer[:4]) + sum(
             matrix.num_bytes for matrix in {id(m): m for m in (head, embedding)}.values()
@@ -275,7 +293,7 @@ class CPUDecoder:
             raise MemoryError(f"the CPU library cannot start {threads} threads")
         weakref.finalize(self, library.tessera_end, self._engine)
 
-    def bind_adapters(self, layers: Sequence[Mapping[str, LoraWeights]], ranks: Tensor) -> None:
+    def bind_adapters(self, layers: Sequence[Mapping[str, SlotMatrices]], ranks: Tensor) -> None:
         """Use the slots of adapters in steps whose rows name them.
 
         Args:
@@ -344,7 +362,7 @@ class CPUDecoder:
             _address(a.positions),
             _address(a.slot_mapping),
             *map(_address, step.rope),
-            _Sequences(
+            CSequences(
                 step.rows,
                 step.columns,
                 step.queries,
@@ -352,7 +370,7 @@ class CPUDecoder:
                 _address(a.seq_lens),
                 _address(a.block_table),
             ),
-            _Sequences(
+            CSequences(
                 step.prompt_seqs,
                 step.columns,
                 0,
@@ -377,13 +395,14 @@ class CPUDecoder:
     def _bound(self, layers: Sequence[Tensor]) -> Any:  # noqa: ANN401 - an array type made by ctypes
         """Return the structures of a cache, which are kept for the next step."""
         if self._caches is None or self._caches[0] is not layers:
-            caches = (_Cache * len(layers))(
+            caches = (CCache * len(layers))(
                 *(
-                    _Cache(
+                    CCache(
                         _address(layer[0]),
                         _address(layer[1]),
                         layer.dtype is torch.float16,
                         *layer.shape[2:],
+                        False,
                     )
                     for layer in layers
                 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernels.arch import TENSOR_CORES
-from kernels.cpu import recurrent
+from kernels.recurrent import cpu_library
 from kernels.recurrent.problem import (
     GatedDeltaShape,
     Mamba2Shape,
@@ -110,11 +110,12 @@ TRITON_GATED_DELTA: Final = RecurrentSpec(
 CPU_LIBRARY: Final = RecurrentSpec(
     "cpu_recurrent",
     {
-        ShortConvShape: "kernels.cpu.recurrent:ShortConv",
-        GatedDeltaShape: "kernels.cpu.recurrent:GatedDelta",
-        Mamba2Shape: "kernels.cpu.recurrent:Mamba2",
+        ShortConvShape: "kernels.recurrent.cpu_library:ShortConv",
+        GatedDeltaShape: "kernels.recurrent.cpu_library:GatedDelta",
+        Mamba2Shape: "kernels.recurrent.cpu_library:Mamba2",
     },
-    recurrent.unsupported,
+    cpu_library.unsupported,
+    keeps=True,
 )
 """One call of the C library on a CPU, token by token; batch invariant."""
 PYTORCH: Final = RecurrentSpec(

@@ -12,7 +12,7 @@ from kernels.cpu.decoder import CPUDecoder, DecoderShape, LayerMatrices, StepTen
 from kernels.cpu.decoder import unsupported as shape_unsupported
 from kernels.cpu.library import instructions, load
 from kernels.cpu.matrix import PackedMatrix
-from kernels.weight_format import INT8_GROUPS, LIBRARY_FORMATS
+from kernels.weight_format import INT8_GROUPS, LIBRARY_FORMATS, is_read_by_library
 from kernels.weights import Weight
 from model.device.memory import drop_pages
 from model.device.quantizations import quantization_name
@@ -203,12 +203,16 @@ class CPULibrary:
 
 
 def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
-    if not problem.is_in_library:
+    is_read = problem.arch.is_cpu and is_read_by_library(problem.weight_format)
+    if not problem.is_in_library and not is_read:
         return ("weights are not in int8 or int4",)
     others = (name for name in bucket.extra_columns if name != ADAPTER)
     columns = tuple(f"no {name} of sequences" for name in others)
     in_fp8 = problem.kv_dtype is not None
-    return columns + unsupported(problem.network, fp8_cache=in_fp8, num_ranks=problem.num_ranks)
+    found = unsupported(problem.network, fp8_cache=in_fp8, num_ranks=problem.num_ranks)
+    if not problem.is_in_library:
+        return found or ("weights are not packed for whole steps: set --dtype auto",)
+    return columns + found
 
 
 def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> ExecutorOfState:

@@ -38,7 +38,8 @@
 
 /* One layer's cache: for keys and for values, the blocks in order, and in each its key-value heads. A head's values are
    [block_size][head_dim]. Its keys are [block_size / tile][head_dim][tile], so that a vector holds one number of 16 keys
-   and scores need no sums across lanes. */
+   and scores need no sums across lanes. Where `by_token`, in float32 alone, the library only reads the cache, in which
+   keys and values of a block are [block_size][kv_heads][head_dim]; tiles of keys are transposed then. */
 typedef struct {
     void *keys;
     void *values;
@@ -46,7 +47,24 @@ typedef struct {
     int64_t block_size;
     int64_t kv_heads;
     int64_t head_dim;
+    int64_t by_token;
 } Cache;
+
+/* Sequences with neighbouring rows. */
+typedef struct {
+    int64_t count, columns;
+    int64_t queries; /* of decode rows: the most rows of a sequence; `count * queries` rows are theirs */
+    const int32_t *first_row; /* [count + 1], in the rows of these sequences */
+    const int32_t *lengths;   /* [count], tokens of the sequence, these rows included; 0 for an unused one */
+    const int32_t *tables;    /* [count][columns] */
+} Sequences;
+
+/* What becomes of scores before their softmax. */
+typedef struct {
+    float scale;   /* multiplies queries */
+    float softcap; /* scores are softcap * tanh(score / softcap); 0 for none */
+    int64_t window; /* tokens that a token attends to, itself included; 0 for all */
+} Scores;
 
 /* Keys in a tile: the largest power of two up to 16 that divides the block size. */
 INLINE int64_t tile_of(const Cache *cache) {
@@ -103,9 +121,44 @@ INLINE Tile tile_in_cache(const Cache *cache, const void *half_of_cache, const i
     return (Tile){address(half_of_cache, first + position % cache->block_size * cache->head_dim, is_half), is_half};
 }
 
+/* The numbers of a token's head where the cache is `by_token`. */
+INLINE const float *head_of_token(const Cache *cache, const void *half_of_cache, const int32_t *table, int64_t head, int64_t position) {
+    int64_t slot = table[position / cache->block_size] * cache->block_size + position % cache->block_size;
+    return (const float *)half_of_cache + (slot * cache->kv_heads + head) * cache->head_dim;
+}
+
+/* Transposes 16 vectors: interleaving the two halves rotates the bits of row and column by one, four times by four. */
+INLINE void transpose(float16 v[LANES]) {
+    UNROLL for (int round = 0; round < 4; round++) {
+        float16 w[LANES];
+        UNROLL for (int i = 0; i < LANES / 2; i++) {
+            float16 a = v[i], b = v[i + LANES / 2];
+            w[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            w[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        UNROLL for (int i = 0; i < LANES; i++) v[i] = w[i];
+    }
+}
+
+/* `copy_keys` where the cache is `by_token`; others of the 16 keys are zeros. */
+static void transpose_keys(const Cache *cache, const int32_t *table, int64_t head, int64_t base, int64_t first, int64_t end, float *to) {
+    const float *keys[LANES];
+    for (int64_t i = 0; i < LANES; i++) keys[i] = base + i >= first && base + i < end ? head_of_token(cache, cache->keys, table, head, base + i) : NULL;
+    for (int64_t d = 0; d < cache->head_dim; d += LANES) {
+        float16 v[LANES];
+        for (int i = 0; i < LANES; i++) v[i] = keys[i] == NULL ? splat(0) : load(keys[i] + d);
+        transpose(v);
+        for (int i = 0; i < LANES; i++) store(to + (d + i) * LANES, v[i]);
+    }
+}
+
 /* Copies the keys of positions [first, end) of the 16 from `base` on to a tile in float32. */
 INLINE void copy_keys(const Cache *cache, const int32_t *table, int64_t head, int64_t base, int64_t first, int64_t end, float *to) {
     int64_t dim = cache->head_dim, tile = tile_of(cache);
+    if (cache->by_token) {
+        transpose_keys(cache, table, head, base, first, end, to);
+        return;
+    }
     if (tile == LANES) {
         Tile from = tile_in_cache(cache, cache->keys, table, head, base);
         for (int64_t i = 0; i < dim * LANES; i += LANES) store(to + i, number(from.at, i, from.is_half));
@@ -124,7 +177,10 @@ INLINE void copy_keys(const Cache *cache, const int32_t *table, int64_t head, in
 /* Copies the values of positions [first, end) to a tile in float32. */
 INLINE void copy_values(const Cache *cache, const int32_t *table, int64_t head, int64_t first, int64_t end, float *to) {
     int64_t dim = cache->head_dim;
-    for (int64_t p = first; p < end; p++, to += dim) {
+    for (int64_t p = first; p < end && cache->by_token; p++) {
+        memcpy(to + (p - first) * dim, head_of_token(cache, cache->values, table, head, p), (size_t)dim * sizeof(float));
+    }
+    for (int64_t p = first; p < end && !cache->by_token; p++, to += dim) {
         int64_t from = head_in_block(cache, table[p / cache->block_size], head) + p % cache->block_size * dim;
         for (int64_t d = 0; d < dim; d += LANES) store(to + d, number(cache->values, from + d, cache->is_half != 0));
     }
@@ -133,6 +189,12 @@ INLINE void copy_values(const Cache *cache, const int32_t *table, int64_t head, 
 /* Asks for the keys and values of positions [first, end), into the second-level cache. */
 INLINE void prefetch_heads(const Cache *cache, const int32_t *table, int64_t head, int64_t first, int64_t end) {
     int64_t size = cache->is_half ? 2 : 4;
+    for (int64_t position = first; position < end && cache->by_token; position++)
+        for (int64_t i = 0; i < cache->head_dim; i += LANES) {
+            __builtin_prefetch(head_of_token(cache, cache->keys, table, head, position) + i, 0, 2);
+            __builtin_prefetch(head_of_token(cache, cache->values, table, head, position) + i, 0, 2);
+        }
+    if (cache->by_token) return;
     for (int64_t position = first; position < end;) {
         int64_t offset = position % cache->block_size;
         int64_t run = cache->block_size - offset < end - position ? cache->block_size - offset : end - position;
@@ -143,6 +205,12 @@ INLINE void prefetch_heads(const Cache *cache, const int32_t *table, int64_t hea
         }
         position += run;
     }
+}
+
+/* softcap * tanh(x / softcap), or x without one. */
+INLINE float16 capped(float16 x, float softcap) {
+    if (softcap == 0) return x;
+    return softcap - 2 * softcap / (1.0f + vexp(x * (2 / softcap)));
 }
 
 /* Scores of keys [start, end) of 16; -infinity for the others. */
@@ -245,13 +313,12 @@ static void add_values_of_rows(int rows, const float *p, const Tile *tiles, int6
 /* Attention of `tokens` neighbouring tokens and the `group` query heads of one key-value head, at most MOST_QUERY_ROWS
    rows.
 
-   q: [tokens][q_stride], its heads at q + head * head_dim, scaled. out: [tokens][out_stride]. The first token is at
-   `position`; keys up to each token's own position are in the cache. window: tokens that a token attends to, itself
-   included; 0 for all. */
-static void attend(const Cache *cache, const int32_t *table, int64_t kv_head, int64_t group, const float *q, int64_t q_stride, int64_t tokens, int64_t position, int64_t window, float *out, int64_t out_stride) {
-    int64_t dim = cache->head_dim;
+   q: [tokens][q_stride], its heads at q + head * head_dim. out: [tokens][out_stride]. The first token is at
+   `position`; keys up to each token's own position are in the cache. */
+static void attend(const Cache *cache, const int32_t *table, int64_t kv_head, int64_t group, const float *q, int64_t q_stride, int64_t tokens, int64_t position, Scores of, float *out, int64_t out_stride) {
+    int64_t dim = cache->head_dim, window = of.window;
     int rows = (int)(tokens * group);
-    int copies = tile_of(cache) != LANES || rows > MOST_DIRECT;
+    int copies = cache->by_token || tile_of(cache) != LANES || rows > MOST_DIRECT;
     /* Keys, then values: both at once do not fit the first-level cache. */
     float block[KEYS * MOST_HEAD_DIM] __attribute__((aligned(64)));
     float queries[MOST_QUERY_ROWS * MOST_HEAD_DIM] __attribute__((aligned(64)));
@@ -262,7 +329,8 @@ static void attend(const Cache *cache, const int32_t *table, int64_t kv_head, in
     for (int r = 0; r < rows; r++) {
         sums[r] = 0;
         most[r] = -__builtin_inff();
-        memcpy(queries + r * dim, q + r / group * q_stride + r % group * dim, (size_t)dim * sizeof(float));
+        const float *query = q + r / group * q_stride + r % group * dim;
+        for (int64_t d = 0; d < dim; d += LANES) store(queries + r * dim + d, load(query + d) * of.scale);
     }
     memset(outputs, 0, (size_t)(rows * dim) * sizeof(float));
     int64_t first = window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
@@ -298,8 +366,8 @@ static void attend(const Cache *cache, const int32_t *table, int64_t kv_head, in
                 continue;
             }
             ends[r] = last - from;
-            float16 low = visible(load(row), start - from, last - from);
-            float16 high = visible(load(row + LANES), start - from - LANES, last - from - LANES);
+            float16 low = visible(capped(load(row), of.softcap), start - from, last - from);
+            float16 high = visible(capped(load(row + LANES), of.softcap), start - from - LANES, last - from - LANES);
             float largest = largest_of(low, high, most[r]);
             if (most[r] != largest) {
                 float alpha = vexp(splat(most[r] - largest))[0];
@@ -326,3 +394,5 @@ static void attend(const Cache *cache, const int32_t *table, int64_t kv_head, in
         for (int64_t d = 0; d < dim; d += LANES) store(row + d, load(outputs + r * dim + d) * inverse);
     }
 }
+
+static int64_t tokens_at_once(int64_t group) { return group >= MOST_QUERY_ROWS ? 1 : MOST_QUERY_ROWS / group; }

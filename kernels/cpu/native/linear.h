@@ -12,6 +12,9 @@ typedef struct {
     int64_t bytes;
 } Workers;
 
+/* The argument of what they compute. */
+typedef struct { Workers *workers; const void *argument; } WorkersCall;
+
 /* NULL if they cannot be started. */
 Workers *tessera_workers(int64_t threads) {
     Workers *w = calloc(1, sizeof *w);
@@ -64,11 +67,6 @@ typedef struct {
     double post_eps;
 } Linear;
 
-typedef struct {
-    Workers *workers;
-    const Linear *linear;
-} LinearCall;
-
 /* Source: Ba et al., Layer Normalization, 2016. */
 static void layer_norm(const float *x, const float *weight, const float *bias, int64_t size, float eps, float *y) {
     float16 total = splat(0), squares = splat(0);
@@ -90,8 +88,8 @@ static int64_t bytes_of_linear(const Linear *l) {
 
 static void compute_linear(Pool *pool, const void *argument, int thread) {
     (void)thread;
-    const LinearCall *call = argument;
-    const Linear *l = call->linear;
+    const WorkersCall *call = argument;
+    const Linear *l = call->argument;
     const Matrix *m = l->matrix;
     int64_t groups = l->rows * (m->inputs / m->group), inputs = m->inputs, outputs = m->outputs;
     char *next = call->workers->memory;
@@ -131,7 +129,7 @@ static void compute_linear(Pool *pool, const void *argument, int thread) {
 
 /* Computes a product; returns 0, or 1 if memory does not suffice. */
 int64_t tessera_linear(Workers *w, const Linear *l) {
-    LinearCall call = {w, l};
+    WorkersCall call = {w, l};
     return run_alone(w, compute_linear, &call, 3, bytes_of_linear(l));
 }
 

@@ -23,6 +23,7 @@ typedef struct {
     int64_t rows, prompts;
     const int32_t *cu_seqlens; /* [prompts + 1] */
     const int32_t *slots;      /* [rows + prompts][2], read and written */
+    const int32_t *kept;       /* [tokens of prompts], slots that get the state after a token too, or -1; NULL for none */
 } Segments;
 
 typedef struct { int64_t first, count, read, write; } Segment;
@@ -34,6 +35,23 @@ INLINE Segment segment_of(const Segments *s, int64_t index) {
         it.count = s->cu_seqlens[index - s->rows + 1] - s->cu_seqlens[index - s->rows];
     }
     return it;
+}
+
+/* Takes the next part of a sequence: up to a token after which the state is kept, in a slot at which the rest begins.
+   Returns 0 after the last part. */
+INLINE int next_part(const Segments *s, Segment *rest, Segment *part) {
+    if (rest->count < 0) return 0;
+    *part = *rest;
+    for (int64_t i = 0; s->kept != NULL && rest->first >= s->rows && i < rest->count; i++) {
+        int64_t slot = s->kept[rest->first - s->rows + i];
+        if (slot < 0) continue;
+        part->count = i + 1;
+        part->write = slot;
+        *rest = (Segment){rest->first + i + 1, rest->count - i - 1, slot, rest->write};
+        return 1;
+    }
+    rest->count = -1;
+    return 1;
 }
 
 /* Tokens of a step. */
@@ -95,24 +113,27 @@ INLINE float16 convolve(const Convolution *c, Inputs in, Segment s, int64_t toke
 
 INLINE int64_t parts_of_channels(const Convolution *c) { return (c->channels + CHANNELS_AT_ONCE - 1) / CHANNELS_AT_ONCE; }
 
-/* silu(convolution) of x in place, [tokens][stride], and the states after it. The last token is first, since those before
-   it are its inputs. */
+/* silu(convolution) of x in place, [tokens][stride], and the states after it. The last token of a part is first, since
+   those before it are its inputs. */
 static void convolve_in_place(Pool *pool, int64_t loop, const Convolution *c, const Segments *all, float *x, int64_t stride) {
     int64_t parts = parts_of_channels(c), count = (all->rows + all->prompts) * parts;
     LOOP(pool, loop, count, chunk_of(count, pool->threads), item, end, {
         for (int64_t i = item; i < end; i++) {
-            Segment s = segment_of(all, i / parts);
+            Segment rest = segment_of(all, i / parts);
+            Segment s;
             int64_t first = i % parts * CHANNELS_AT_ONCE;
             int64_t left = (c->channels - first) / LANES;
             int vectors = (int)(left < LANES_AT_ONCE ? left : LANES_AT_ONCE);
             float next[MOST_WIDTH * CHANNELS_AT_ONCE] __attribute__((aligned(64)));
             Inputs in = {x, NULL, stride};
-            if (s.count == 0) continue;
-            next_state(c, in, s, first, vectors, next);
-            for (int64_t t = s.count - 1; t >= 0; t--)
-                for (int v = 0; v < vectors; v++)
-                    store(x + (s.first + t) * stride + first + v * LANES, silu(convolve(c, in, s, t, first + v * LANES)));
-            write_state(c, s, first, vectors, next);
+            while (next_part(all, &rest, &s)) {
+                if (s.count == 0) continue;
+                next_state(c, in, s, first, vectors, next);
+                for (int64_t t = s.count - 1; t >= 0; t--)
+                    for (int v = 0; v < vectors; v++)
+                        store(x + (s.first + t) * stride + first + v * LANES, silu(convolve(c, in, s, t, first + v * LANES)));
+                write_state(c, s, first, vectors, next);
+            }
         }
     });
 }
@@ -143,38 +164,39 @@ typedef struct {
     Convolution convolution;
 } Mixer;
 
-typedef struct { Workers *workers; const void *mixer; } MixerCall;
-
 /* y = c * convolution(b * x) of [b | c | x]. */
 static void compute_short_conv(Pool *pool, const void *argument, int thread) {
     (void)thread;
-    const Mixer *m = ((const MixerCall *)argument)->mixer;
+    const Mixer *m = ((const WorkersCall *)argument)->argument;
     const Convolution *c = &m->convolution;
     int64_t parts = parts_of_channels(c), count = (m->segments->rows + m->segments->prompts) * parts, size = c->channels;
     LOOP(pool, 0, count, chunk_of(count, pool->threads), item, end, {
         for (int64_t i = item; i < end; i++) {
-            Segment s = segment_of(m->segments, i / parts);
+            Segment rest = segment_of(m->segments, i / parts);
+            Segment s;
             int64_t first = i % parts * CHANNELS_AT_ONCE;
             int64_t left = (size - first) / LANES;
             int vectors = (int)(left < LANES_AT_ONCE ? left : LANES_AT_ONCE);
             float next[MOST_WIDTH * CHANNELS_AT_ONCE] __attribute__((aligned(64)));
             Inputs in = {m->x, m->x + 2 * size, m->stride};
-            if (s.count == 0) continue;
-            next_state(c, in, s, first, vectors, next);
-            for (int64_t t = 0; t < s.count; t++)
-                for (int v = 0; v < vectors; v++) {
-                    int64_t channel = first + v * LANES;
-                    float16 gate = load(m->x + (s.first + t) * m->stride + size + channel);
-                    store(m->y + (s.first + t) * size + channel, gate * convolve(c, in, s, t, channel));
-                }
-            write_state(c, s, first, vectors, next);
+            while (next_part(m->segments, &rest, &s)) {
+                if (s.count == 0) continue;
+                next_state(c, in, s, first, vectors, next);
+                for (int64_t t = 0; t < s.count; t++)
+                    for (int v = 0; v < vectors; v++) {
+                        int64_t channel = first + v * LANES;
+                        float16 gate = load(m->x + (s.first + t) * m->stride + size + channel);
+                        store(m->y + (s.first + t) * size + channel, gate * convolve(c, in, s, t, channel));
+                    }
+                write_state(c, s, first, vectors, next);
+            }
         }
     });
 }
 
 /* Returns 0, or 1 if memory does not suffice; so do the others. */
 int64_t tessera_short_conv(Workers *w, const Mixer *m) {
-    MixerCall call = {w, m};
+    WorkersCall call = {w, m};
     return run_alone(w, compute_short_conv, &call, 1, 0);
 }
 
@@ -223,6 +245,7 @@ INLINE void delta_values(const GatedDelta *d, Segment s, int64_t head, int64_t f
     float *to = scratch;
     const float *from = scratch;
     int64_t to_row = VALUES_AT_ONCE, from_row = VALUES_AT_ONCE;
+    if (s.count == 0) return;
     if (s.write >= 0) to = d->state + s.write * d->slot + head * size + first, to_row = values;
     if (s.read >= 0) from = d->state + s.read * d->slot + head * size + first, from_row = values;
     else {
@@ -287,8 +310,8 @@ static void delta_values_of_1(const GatedDelta *d, Segment s, int64_t head, int6
 
 static void compute_gated_delta(Pool *pool, const void *argument, int thread) {
     (void)thread;
-    const MixerCall *call = argument;
-    const GatedDelta *d = call->mixer;
+    const WorkersCall *call = argument;
+    const GatedDelta *d = call->argument;
     const Segments *all = d->mixer.segments;
     int64_t tokens = tokens_of(all), heads = d->heads, values = d->value_dim, dim = d->key_dim, stride = d->mixer.stride;
     char *next = call->workers->memory;
@@ -306,11 +329,14 @@ static void compute_gated_delta(Pool *pool, const void *argument, int thread) {
     int64_t parts = (values + VALUES_AT_ONCE - 1) / VALUES_AT_ONCE, count = (all->rows + all->prompts) * heads * parts;
     LOOP(pool, 2, count, 1, item, end, {
         (void)end;
-        Segment s = segment_of(all, item / (heads * parts));
+        Segment rest = segment_of(all, item / (heads * parts));
+        Segment s;
         int64_t first = item % parts * VALUES_AT_ONCE;
         int64_t head = item / parts % heads;
-        if (values - first >= VALUES_AT_ONCE) delta_values_of_2(d, s, head, first, decays, betas);
-        else delta_values_of_1(d, s, head, first, decays, betas);
+        while (next_part(all, &rest, &s)) {
+            if (values - first >= VALUES_AT_ONCE) delta_values_of_2(d, s, head, first, decays, betas);
+            else delta_values_of_1(d, s, head, first, decays, betas);
+        }
     });
     LOOP(pool, 3, tokens * heads, chunk_of(tokens * heads, pool->threads), item, end, {
         for (int64_t i = item; i < end; i++) {
@@ -323,7 +349,7 @@ static void compute_gated_delta(Pool *pool, const void *argument, int thread) {
 }
 
 int64_t tessera_gated_delta(Workers *w, const GatedDelta *d) {
-    MixerCall call = {w, d};
+    WorkersCall call = {w, d};
     return run_alone(w, compute_gated_delta, &call, 4, 2 * carved(tokens_of(d->mixer.segments) * d->heads * 4));
 }
 
@@ -377,8 +403,8 @@ static void mamba_elements(const Mamba2 *m, Segment s, int64_t head, int64_t fir
 
 static void compute_mamba2(Pool *pool, const void *argument, int thread) {
     (void)thread;
-    const MixerCall *call = argument;
-    const Mamba2 *m = call->mixer;
+    const WorkersCall *call = argument;
+    const Mamba2 *m = call->argument;
     const Segments *all = m->mixer.segments;
     int64_t tokens = tokens_of(all), heads = m->heads, inner = heads * m->head_dim, stride = m->mixer.stride;
     char *next = call->workers->memory;
@@ -399,7 +425,9 @@ static void compute_mamba2(Pool *pool, const void *argument, int thread) {
     int64_t parts = m->head_dim / LANES, count = (all->rows + all->prompts) * heads * parts;
     LOOP(pool, 2, count, 1, item, end, {
         (void)end;
-        mamba_elements(m, segment_of(all, item / (heads * parts)), item / parts % heads, item % parts * LANES, decays, steps);
+        Segment rest = segment_of(all, item / (heads * parts));
+        Segment s;
+        while (next_part(all, &rest, &s)) mamba_elements(m, s, item / parts % heads, item % parts * LANES, decays, steps);
     });
     int64_t of_norm = inner / m->groups;
     LOOP(pool, 3, tokens * m->groups, chunk_of(tokens * m->groups, pool->threads), item, end, {
@@ -416,6 +444,6 @@ static void compute_mamba2(Pool *pool, const void *argument, int thread) {
 }
 
 int64_t tessera_mamba2(Workers *w, const Mamba2 *m) {
-    MixerCall call = {w, m};
+    WorkersCall call = {w, m};
     return run_alone(w, compute_mamba2, &call, 4, 2 * carved(tokens_of(m->mixer.segments) * m->heads * 4));
 }

@@ -2,7 +2,7 @@
 
    The structures are those of `kernels/cpu/decoder.py`; every member is 8 bytes wide, so that both sides lay them out
    alike. Rows of a step are tokens; see `model.executors.columns` for their order. */
-#include "attention.h"
+#include "layer_attention.h"
 #include "linear.h"
 #include "recurrent.h"
 
@@ -20,15 +20,6 @@ typedef struct {
     const float *norm;
     const Matrix *head, *embedding; /* the same one if tied */
 } Model;
-
-/* Sequences with neighbouring rows. */
-typedef struct {
-    int64_t count, columns;
-    int64_t queries; /* of decode rows: the most rows of a sequence; `count * queries` rows are theirs */
-    const int32_t *first_row; /* [count + 1], in the rows of these sequences */
-    const int32_t *lengths;   /* [count], tokens of the sequence, these rows included; 0 for an unused one */
-    const int32_t *tables;    /* [count][columns] */
-} Sequences;
 
 /* The matrices of all slots of adapters for one matrix of a layer; see `kernels.linear.lora`. */
 typedef struct {
@@ -161,10 +152,8 @@ static void attend_tokens(const Computation *c, int64_t layer, const Sequences *
         for (int64_t t = 0; t < tokens; t++) memset(out + t * out_width, 0, (size_t)(group * dim) * sizeof(float));
         return;
     }
-    attend(&c->step->caches[layer], all->tables + sequence * all->columns, kv_head, group, q, width, tokens, length - of_sequence + token, m->layer[layer].window, out, out_width);
+    attend(&c->step->caches[layer], all->tables + sequence * all->columns, kv_head, group, q, width, tokens, length - of_sequence + token, (Scores){1, 0, m->layer[layer].window}, out, out_width);
 }
-
-static int64_t tokens_at_once(int64_t group) { return group >= MOST_QUERY_ROWS ? 1 : MOST_QUERY_ROWS / group; }
 
 /* Tiles of tokens of each decode row; those of a row with fewer tokens may be empty. */
 static int64_t decode_tiles(const Computation *c) {

@@ -15,6 +15,9 @@ from kernels.gpu.functions import silu
 from kernels.recurrent.gpu.gated_delta_step import load_gates, unit
 from kernels.recurrent.gpu.tiles import find_block
 
+PRECISION = tl.constexpr("tf32x3")
+"""Of products of float32: three products of tensor cores, since one outside them keeps its operands in registers, and
+takes minutes to compile."""
 INDICES: Final = ["cu_seqlens", "positions", "slots", "kept_slots"]
 """Arguments whose alignment depends on the decode rows of a step; no wide loads depend on it."""
 FACTORS = tl.constexpr(3)
@@ -106,8 +109,8 @@ def invert(lower, C: tl.constexpr, LEVELS: tl.constexpr, OPERANDS: tl.constexpr)
         inside = (row >> level != column >> level) & (row >> level + 1 == column >> level + 1)
         between = tl.where(inside, lower, 0.0)
         before = inverse.to(OPERANDS)
-        product = tl.dot(before, between.to(OPERANDS), input_precision="tf32x3")
-        inverse -= tl.dot(product.to(OPERANDS), before, input_precision="tf32x3")
+        product = tl.dot(before, between.to(OPERANDS), input_precision=PRECISION)
+        inverse -= tl.dot(product.to(OPERANDS), before, input_precision=PRECISION)
     return inverse
 
 
@@ -230,8 +233,8 @@ def solve_blocks(
         dtype: tl.constexpr = keys.dtype.element_ty
         q = tl.load(at_key)
         k = tl.load(at_key + G * (CHUNK * BK))
-        kk = tl.dot(k, tl.trans(k), input_precision="tf32x3")
-        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         address = gates + (first + place).to(tl.int64) * gates_stride
         g, beta = load_gates(address, a_log, dt_bias, head, is_token, H)
         # Sums of strong decays differ by weak ones, so they need more digits than float32 has.

@@ -6,7 +6,12 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.functions import silu
-from kernels.recurrent.gpu.gated_delta_blocks import FACTORS, INDICES, replace_last_inputs
+from kernels.recurrent.gpu.gated_delta_blocks import (
+    FACTORS,
+    INDICES,
+    PRECISION,
+    replace_last_inputs,
+)
 from kernels.recurrent.gpu.tiles import list_blocks
 
 
@@ -71,13 +76,13 @@ def carry_states(
         remaining = tl.load(factor + 2 * CHUNK + token)
         whole = tl.load(factor + 2 * CHUNK - 1)
         rounded = carried.to(dtype)
-        known = tl.dot(k, rounded, input_precision="tf32x3")
+        known = tl.dot(k, rounded, input_precision=PRECISION)
         wanted = beta[:, None] * (wanted.to(tl.float32) - decay[:, None] * known)
-        new = tl.dot(inverse, wanted.to(dtype), input_precision="tf32x3")
-        o = tl.dot(q, rounded, input_precision="tf32x3") * decay[:, None]
-        o = tl.dot(scores, new.to(dtype), o, input_precision="tf32x3")
+        new = tl.dot(inverse, wanted.to(dtype), input_precision=PRECISION)
+        o = tl.dot(q, rounded, input_precision=PRECISION) * decay[:, None]
+        o = tl.dot(scores, new.to(dtype), o, input_precision=PRECISION)
         new = (new * remaining[:, None]).to(dtype)
-        carried = tl.dot(tl.trans(k), new, carried * whole, input_precision="tf32x3")
+        carried = tl.dot(tl.trans(k), new, carried * whole, input_precision=PRECISION)
         place = tl.maximum(block * CHUNK - begin, 0) + token
         end = tl.minimum((block + 1) * CHUNK - begin, length)
         is_token = place < end

@@ -109,14 +109,16 @@ def test_the_fast_paths_that_do_not_support_a_family_say_so(tessera, shape):
     model = ("--model", str(SHAPES / shape))
 
     _, out, _ = tessera("plan", "--arch=h100", *model)
-    status, _, err = tessera("plan", "--arch=cpu", "--quantization=int8", *model)
+    planned = tessera("plan", "--arch=cpu", "--quantization=int8", "--json", *model)[1]
 
     gemma = shape.startswith("gemma")
     way = "in one launch; 2, 4, 8 sequences layer by layer: no " if gemma else "layer by layer: no "
     assert f"one sequence is decoded {way}" in out
     missing = "norms after attention and MLP" if gemma else "learned positions"
-    assert status == 1
-    assert f"no {missing}" in err
+    step = json.loads(planned)["steps"][0]
+    refused = {it["kernel"]: it["reasons"] for it in step["refused"]}
+    assert step["executor"] == "layers"
+    assert f"no {missing}" in "; ".join(refused["cpu_library"])
 
 
 @pytest.mark.parametrize(("arch", "expected"), [("cpu", 0), ("a100", 2), ("h100", 0)])
@@ -218,7 +220,7 @@ def test_without_arch_the_plan_is_for_this_machine(tessera):
 
     assert status == 0
     assert "peaks not known" in out
-    assert "torch_decode" in out
+    assert "decode: torch_decode" in out or "decode: cpu_decode" in out
 
 
 def test_weights_on_a_cpu_are_int8_by_default_where_the_cpu_library_supports_the_model(
@@ -229,7 +231,11 @@ def test_weights_on_a_cpu_are_int8_by_default_where_the_cpu_library_supports_the
 
     assert plan["weight_dtype"] == "int8"
     assert [phase["kernel"] for phase in plan["phases"]] == ["cpu_step", "cpu_step"]
-    assert json.loads(odd[1])["weight_dtype"] == "float32"
+    by_layers = json.loads(odd[1])
+    assert by_layers["weight_dtype"] == "int8"
+    assert [phase["kernel"] for phase in by_layers["phases"]] == ["cpu_prefill", "cpu_decode"]
+    products = [it for it in by_layers["steps"][0]["operations"] if "product" in it["operation"]]
+    assert {it["kernel"] for it in products} == {"cpu_integers"}
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -253,32 +259,45 @@ def test_ranks_on_a_cpu_are_planned_without_the_library_as_the_service_runs_them
     text = " ".join(tessera(*asked)[1].split())
 
     assert (plan["dtype"], plan["weight_dtype"], plan["kv_dtype"]) == ("float32",) * 3
-    assert [phase["kernel"] for phase in plan["phases"]] == ["torch_prefill", "torch_decode"]
+    row = "torch" if isinstance(load(), str) else "cpu"
+    assert [phase["kernel"] for phase in plan["phases"]] == [f"{row}_prefill", f"{row}_decode"]
     assert (plan["num_ranks"], plan["num_heads"], plan["num_kv_heads"]) == (2, 3, 1)
     assert "3 query heads, 1 key-value heads" in text
     assert "this is one of 2 ranks" in text
 
 
-def test_a_model_that_the_cpu_library_does_not_support_is_refused_with_the_reasons(
-    tessera, checkpoint
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (("--kv-cache-dtype=fp8",), "the KV cache is in FP8: set --kv-cache-dtype auto"),
+        (("head_dim=48",), "heads of 48, no multiple of 32"),
+    ],
+    ids=["fp8 cache", "heads"],
+)
+def test_steps_that_the_cpu_library_does_not_compute_are_planned_layer_by_layer_with_the_reasons(
+    tessera, checkpoint, cpu_library, asked, reason
 ):
-    asked = ("plan", "--device=cpu", "--quantization=int8")
+    if asked == ("head_dim=48",):
+        asked = (f"--model={checkpoint(head_dim=48)}",)
 
-    status, _, error = tessera(*asked, f"--model={checkpoint(head_dim=48)}")
+    planned = tessera("plan", "--arch=cpu", "--quantization=int8", "--json", *asked)[1]
 
-    assert status == 1
-    assert "quantization int8 is not supported here: " in error
-    assert "heads of 48" in error
-    assert "set quantization to none or auto" in error
+    step = json.loads(planned)["steps"][0]
+    refused = {it["kernel"]: it["reasons"] for it in step["refused"]}
+    assert step["executor"] == "layers"
+    assert reason in "; ".join(refused["cpu_library"])
 
 
-def test_integer_weights_over_a_cache_in_fp8_are_refused_with_the_flag_to_change(tessera):
-    asked = ("plan", "--arch=cpu", "--quantization=int8", "--kv-cache-dtype=fp8")
+def test_integer_weights_of_several_ranks_on_a_cpu_are_refused_with_the_flag_to_change(
+    tessera, cpu_library
+):
+    asked = ("plan", "--arch=cpu", "--quantization=int8", "--tensor-parallel=2")
 
     status, _, error = tessera(*asked)
 
     assert status == 1
-    assert "int8 is not supported here: the KV cache is in FP8: set --kv-cache-dtype auto" in error
+    assert "quantization int8 is not supported here: 2 ranks share the model: set --tens" in error
+    assert "set quantization to none or auto" in error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

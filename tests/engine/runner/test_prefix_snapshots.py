@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.engine.runner.test_engine_model import assert_all_free, greedy, make_engine, tokens
+from tests.engine.runner.test_engine_model import assert_all_free, greedy, make_engine
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
 
 BLOCK = 16

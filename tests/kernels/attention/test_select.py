@@ -188,8 +188,9 @@ def test_turing_uses_the_pytorch_rows_and_reports_the_reason(phase, dtype):
     assert selection.spec.name == f"torch_{phase.value}"
     assert selection.launches == ()
     assert "for the CPU, and the fallback for every GPU" in selection.why
-    refused = [str(refusal) for refusal in selection.refusals]
+    *refused, last = [str(refusal) for refusal in selection.refusals]
     assert all(f"_{phase.value}: needs sm_" in text for text in refused)
+    assert last.startswith(f"cpu_{phase.value}: runs on the CPU only")
     assert refused[-1] == (
         f"portable_{phase.value}: needs sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_120 or sm_121, "
         f"this is sm_75 ({NO_TENSOR_CORES})"
@@ -198,12 +199,21 @@ def test_turing_uses_the_pytorch_rows_and_reports_the_reason(phase, dtype):
 
 @pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_cpu_uses_the_pytorch_rows_and_reports_the_reason(phase, dtype):
+@pytest.mark.parametrize("library", [None, "there is no library"])
+def test_the_cpu_uses_the_library_for_float32_else_pytorch(monkeypatch, phase, dtype, library):
+    monkeypatch.setattr("kernels.attention.spec.load", lambda: library)
+
     selection = kernels.select(problem(phase, dtype), CPU)
 
-    assert selection.spec.name == f"torch_{phase.value}"
-    assert "for the CPU, and the fallback for every GPU" in selection.why
     refused = [str(refusal) for refusal in selection.refusals]
+    if dtype == "float32" and library is None:
+        assert selection.spec.name == f"cpu_{phase.value}"
+        assert "equal bits in every batch and chunk" in selection.why
+    else:
+        assert selection.spec.name == f"torch_{phase.value}"
+        assert "for the CPU, and the fallback for every GPU" in selection.why
+        *refused, last = refused
+        assert (library or f"no {dtype}") in last
     assert all(f"_{phase.value}: needs a GPU" in text for text in refused)
     assert refused[-1] == f"portable_{phase.value}: needs a GPU"
 
@@ -446,7 +456,7 @@ def test_problems_that_our_kernels_do_not_support_use_the_pytorch_rows(phase, mo
     selection = kernels.select(problem(phase, **more), CATALOGUE["h100"])
 
     assert selection.spec.name == f"torch_{phase.value}"
-    assert selection.refusals[-1] == (f"portable_{phase.value}", (reason,))
+    assert selection.refusals[-2] == (f"portable_{phase.value}", (reason,))
 
 
 def test_a_row_reports_all_of_its_reasons():
@@ -467,7 +477,7 @@ def test_a_gpu_that_the_assembler_does_not_support_uses_the_pytorch_rows(phase):
     selection = kernels.select(problem(phase), thor)
 
     assert selection.spec.name == f"torch_{phase.value}"
-    for refusal in selection.refusals:
+    for refusal in selection.refusals[:-1]:
         (reason, *_) = refusal.reasons
         assert "this is sm_110, which the ptxas 12.9 bundled with Triton 3.6.0 cannot" in reason
 
@@ -478,7 +488,7 @@ def test_rows_name_the_generation_of_flash_attention_that_they_follow():
     assert generations == {
         "blackwell_prefill": 4, "hopper_fp8_prefill": 3, "hopper_prefill": 3, "hopper_unpacked_prefill": 3,
         "portable_prefill": 2, "hopper_keys_on_m_decode": 3, "hopper_decode": 3,
-        "portable_decode": 2, "torch_prefill": None, "torch_decode": None,
+        "portable_decode": 2, "cpu_prefill": 2, "cpu_decode": 2, "torch_prefill": None, "torch_decode": None,
     }  # fmt: skip
 
 

@@ -139,10 +139,10 @@ class FusedJob:
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
-            "rope", "norm", "values", "queries", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of "matrix" and
-            "persistent" see `MATRICES`, of the former also "fp8", "fp8 blocks" or "int4", of the latter "invariant";
-            of "groups" see `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8", "float32"; of
-            "lora" "rank 64", "rank 256" or "float32"; of
+            "rope", "norm", "values", "queries", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of
+            "matrix" and "persistent" see `MATRICES`, of the former also "fp8", "fp8 blocks" or "int4", of the latter
+            "invariant"; of "groups" see `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8",
+            "float32"; of "lora" "rank 64", "rank 256" or "float32"; of
             "sum_ranks" "norm" and with it "parts"; of "gated_delta" see `GATED_DELTA`; of "mamba2" see `MAMBA2`; of
             "training" some of "all", "window", "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a
             group".

@@ -11,9 +11,10 @@ import torch
 from kernels.arch import CATALOGUE, CPU
 from kernels.cpu import workers
 from kernels.cpu.library import load
-from kernels.cpu.recurrent import GatedDelta, Mamba2, ShortConv, unsupported
+from kernels.recurrent.cpu_library import GatedDelta, Mamba2, ShortConv, unsupported
 from kernels.recurrent.problem import GatedDeltaShape, Mamba2Shape, RecurrentProblem, ShortConvShape
 from kernels.recurrent.registry import CPU_LIBRARY, PYTORCH, select
+from kernels.recurrent.segments import Segments
 from kernels.selection import load as load_target
 from tests.kernels.recurrent import gated_delta_cases, mamba2_cases
 from tests.kernels.recurrent.mamba2_cases import NEW, RAGGED, ROWS, UNUSED, Sequence
@@ -179,6 +180,47 @@ def test_the_bits_of_a_sequence_do_not_depend_on_the_others_nor_on_threads(kerne
 
 
 @EVERY
+def test_states_within_a_prompt_are_kept_in_slots_of_their_own(kernel, shape):
+    step = make(
+        shape, [(0, 0), UNUSED], [Sequence(20), Sequence(90, 5, 1, 2), Sequence(9, 0, NEW, 3)]
+    )
+    expected, after = step.run(kernel)
+    plain, states, gates = step.segments, in_slots(step.states), gates_of(step)
+    kept = torch.full((119,), -1, dtype=torch.int32)
+    places = {0: 5, 20: 6, 22: 7, 108: 8, 110: 9}
+    for token, slot in places.items():
+        kept[token] = slot
+    step_segments = Segments(plain.rows, plain.cu_seqlens, plain.positions, plain.slots, kept)
+
+    found = kernel(shape, step.weights)(step.projected.clone(), gates, states, step_segments)
+
+    assert torch.equal(found, expected)
+    for state, other in zip(states, after, strict=True):
+        assert torch.equal(state[[0, 2, 3]], other[[0, 2, 3]])
+    for token, slot in places.items():
+        first = max(it for it in (0, 20, 110) if it <= token)
+        read = {0: NEW, 20: 1, 110: NEW}[first]
+        part = make(shape, prompts=[Sequence(token + 1 - first, 0, read, 4)])
+        part.weights, now = step.weights, in_slots(step.states)
+        tokens = slice(2 + first, 3 + token)
+        its = None if gates is None else gates[tokens]
+        run(kernel, part, step.projected[tokens].clone(), its, now)
+        for state, other in zip(states, now, strict=True):
+            assert torch.equal(state[slot], other[4])
+
+
+@EVERY
+def test_a_sequence_without_tokens_writes_no_state(kernel, shape):
+    step = make(
+        shape, prompts=[Sequence(0, 0, NEW, 1), Sequence(4, 0, NEW, 2), Sequence(0, 9, 3, 0)]
+    )
+
+    _, states = step.run(kernel)
+
+    assert all(bool(it[[0, 1]].isnan().all()) for it in states)
+
+
+@EVERY
 def test_whole_sequences_begin_with_zeros(kernel, shape):
     step = make(shape, prompts=[Sequence(12, 0, NEW, 0), Sequence(12, 0, NEW, 1)])
     expected, _ = step.run(kernel)
@@ -239,7 +281,7 @@ def test_other_mixers_are_refused_with_the_reason(shape, changes, arch, reason):
 
 
 def test_without_the_library_pytorch_computes_the_mixer(monkeypatch):
-    monkeypatch.setattr("kernels.cpu.recurrent.load", lambda: "there is none")
+    monkeypatch.setattr("kernels.recurrent.cpu_library.load", lambda: "there is none")
     problem = RecurrentProblem(ShortConvShape(64, 5), "float32")
 
     assert unsupported(problem, CPU) == ("there is none",)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.recurrent.gpu.gated_delta import GatedDelta
+from kernels.recurrent.pytorch import gated_delta as pytorch
 from tests.kernels import triton_interpreter
 from tests.kernels.recurrent.gated_delta_cases import (
     Sequence,
@@ -17,13 +18,22 @@ from tests.kernels.recurrent.gated_delta_cases import (
     check_divided,
     check_kept,
     make_shape,
+    make_weights,
 )
 from tests.kernels.references.gated_delta import gated_delta_blocks
 
 pytestmark = triton_interpreter.interpreted
 
 DTYPES = [torch.float32, torch.float16]
-SIZES = ((1, 1, 64, 64), (2, 1, 128, 128), (4, 1, 32, 48), (2, 2, 96, 192), (6, 3, 24, 8))
+SIZES = (
+    ((1, 1, 64, 64), 4),
+    ((2, 1, 128, 128), 4),
+    ((4, 1, 32, 48), 2),
+    ((2, 2, 96, 192), 3),
+    ((6, 3, 24, 8), 4),
+    ((3, 1, 7, 5), 2),
+)
+"""Heads and sizes as of `make_shape`, and widths of the convolution."""
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +95,7 @@ def test_equal_keys_that_replace_each_others_values_are_exact():
     step.check(GatedDelta)
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("sizes", "width"), SIZES, ids=str)
 def test_sizes(sizes, width):
     shape = make_shape(*sizes, width=width)
 
@@ -137,3 +146,13 @@ def test_arrivals_are_counted_anew_in_each_launch():
         kernel(step.projected, step.gates, step.states, step.segments)
 
         assert not kernel._arrivals.any()
+
+
+def test_whole_sequences_are_computed_as_in_training():
+    shape = make_shape(2, 1)
+    weights = make_weights(shape)
+    inputs = torch.randn(2, 70, shape.channels + shape.inner), torch.randn(2, 70, 4)
+
+    out = GatedDelta(shape, weights).dense(*inputs)
+
+    assert torch.equal(out, pytorch.GatedDelta(shape, weights).dense(*inputs))

@@ -654,6 +654,13 @@ CASES = {
         _layers(2, layer_types=["attention"] * 2, **_GRANITE4)
         | {"position_embedding_type": "rope"},
     ),
+    "bamba": Case("Bamba", {**_MAMBA, **_layers(3, attn_layer_indices=[1])}, in_half=True),
+    "bamba tied biases groups": Case(
+        "Bamba",
+        {**_MAMBA, **_layers(2, attn_layer_indices=[0], mamba_n_groups=4)}
+        | dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias"), True)
+        | {"tie_word_embeddings": True, "head_dim": 24},
+    ),
     "falcon h1": Case("FalconH1", _FALCON_H1, in_half=True),
     "falcon h1 norm tied biases": Case(
         "FalconH1",
@@ -668,6 +675,14 @@ CASES = {
         | {"mamba_d_ssm": None, "mamba_conv_bias": False},
     ),
     "lfm2": Case("Lfm2", _LFM2, in_half=True),
+    "lfm2 vl": Case(
+        "Lfm2Vl",
+        {"model_type": "lfm2", **_LFM2},
+        model="ForConditionalGeneration",
+        others={
+            "vision_config": _VISION | {"model_type": "siglip2_vision_model", "num_patches": 16}
+        },
+    ),
     "lfm2 untied biases": Case(
         "Lfm2",
         _LFM2

@@ -27,8 +27,8 @@ _MOST_INTERVALS: Final = 8
 """Tokens between two states that are kept within a prompt, and how many of them; a longer prompt has longer intervals.
 A snapshot is as large as the keys and values of 1,000 to 2,000 tokens of the same model."""
 _MOST_MARKS: Final = 160
-"""States that are kept within a prompt while slots are free. On an H100, that of Qwen3.5-0.8B, 18.9 MB, takes as long to
-write as one or two tokens take to compute."""
+"""States that are kept within a prompt while slots are free. On an H100, that of Qwen3.5-0.8B, 18.9 MB, takes as long
+to write as one or two tokens take to compute."""
 
 
 def interval_of(num_tokens: int) -> int:

@@ -24,7 +24,7 @@ from model.checkpoint.dtypes import resolve_dtype, stored_dtype
 from model.checkpoint.weights import LoadProgress, load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.memory import free_bytes
-from model.device.quantizations import loaded_format, quantization_name
+from model.device.quantizations import quantization_name
 from model.errors import ModelError
 from model.executors.single_launch import exact_rows
 from model.modules import load_modules, with_modules

@@ -17,7 +17,7 @@ import torch
 
 from kernels import Phase, detect, shared_prefix_is_faster, takes_shared_prefix
 from model.device.memory import is_out_of_memory, release_cached
-from model.executors.recurrent import keeps_states
+from model.executors.layers.recurrent import keeps_states
 from model.executors.single_launch import exact_rows
 from model.executors.step import StepOutput
 from model.sampling.mask import RowMasks

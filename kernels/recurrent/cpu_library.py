@@ -34,7 +34,13 @@ _INT, _POINTER, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
 class _Segments(ctypes.Structure):
-    _fields_ = (("rows", _INT), ("prompts", _INT), ("cu_seqlens", _POINTER), ("slots", _POINTER))
+    _fields_ = (
+        ("rows", _INT),
+        ("prompts", _INT),
+        ("cu_seqlens", _POINTER),
+        ("slots", _POINTER),
+        ("kept", _POINTER),
+    )
 
 
 class _Convolution(ctypes.Structure):
@@ -148,8 +154,9 @@ class _Kernel:
         assert projected.stride(-1) == 1
         assert not len(state) or state[0].is_contiguous()
         cu_seqlens, slots = segments.cu_seqlens.contiguous(), segments.slots.contiguous()
+        kept = None if segments.kept_slots is None else segments.kept_slots.contiguous()
         of_step = _Segments(
-            segments.rows, segments.num_prompts, cu_seqlens.data_ptr(), slots.data_ptr()
+            segments.rows, segments.num_prompts, *map(_address, (cu_seqlens, slots, kept))
         )
         out = projected.new_empty(len(projected), inner)
         convolution = _Convolution(
@@ -167,7 +174,7 @@ class _Kernel:
             out.data_ptr(),
             convolution,
         )
-        return mixer, out, (cu_seqlens, slots, of_step)
+        return mixer, out, (cu_seqlens, slots, kept, of_step)
 
     def __call__(
         self,

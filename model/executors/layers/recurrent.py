@@ -19,8 +19,8 @@ from kernels.recurrent.problem import (
 from kernels.recurrent.registry import select
 from kernels.recurrent.segments import Segments
 from kernels.selection import load
-from model.network.mixers import GatedDelta, Mamba2, ShortConv
-from model.network.state import Fixed
+from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
+from model.network.state import fixed_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kernels.recurrent.registry import RecurrentSpec
     from kernels.selection import Choice
     from model.device.kv_cache import KVCache
-    from model.executors.binder import Binder
+    from model.executors.layers.binder import Binder
     from model.executors.step import StepInput
     from model.network.layers import DecoderLayer
     from model.network.spec import Network
@@ -203,8 +203,12 @@ def step_segments(step: StepInput) -> Segments:
 
 def keeps_states(network: Network, dtype: str, arch: GPUArch) -> bool:
     """Return whether the kernels of all layers write states within prompts (`RecurrentSpec.keeps`) on a processor."""
-    mixers = {layer.mixer for layer in network.layers}
-    fixed = [it for it in mixers if isinstance(it.state(dtype), Fixed)]
+    mixers = {
+        it
+        for layer in network.layers
+        for it in (layer.mixer.mixers if isinstance(layer.mixer, Parallel) else (layer.mixer,))
+    }
+    fixed = [it for it in mixers if fixed_of(it.state(dtype)) is not None]
     return all(
         isinstance(mixer, RecurrentMixer)
         and recurrent_choice(mixer, dtype, arch, deterministic=it).spec.keeps
