@@ -64,7 +64,13 @@ class DecoderLM(DecoderParameters):
         self._packed_bytes = 0
         self.executors = BoundExecutors(self, Layers(self, Purpose.TRAINING))
 
-    def optimize(self, library_format: WeightFormat | None = None, threads: int = 1) -> None:
+    def optimize(
+        self,
+        library_format: WeightFormat | None = None,
+        threads: int = 1,
+        *,
+        rounds_inputs: bool = False,
+    ) -> None:
         """Bind the parameters to the fastest kernels of their device, for serving only.
 
         Afterwards the model cannot be trained. On a CPU it cannot be saved either, because the matrices are replaced by
@@ -76,9 +82,11 @@ class DecoderLM(DecoderParameters):
                 `model.executors.cpu_library.unsupported` is empty; None for the other executors.
             threads: that compute a step in the C library; the products of layers have those of
                 `kernels.cpu.workers.set_num_threads`.
+            rounds_inputs: whether products of layers may round their inputs to 8 bits, where matrices are integers.
         """
         if self.is_packed:
             return
+        self.rounds_inputs = rounds_inputs
         executors = self.executors
         executors.begin_serving()
         if library_format is not None:

@@ -63,9 +63,11 @@ class ModulesLM(DecoderLM):
         self.executors = BoundExecutors(self, None)
         self.executors.modules = ModulesExecutor(self, modules)
 
-    def optimize(self, library_format: object = None, threads: int = 1) -> None:
+    def optimize(
+        self, library_format: object = None, threads: int = 1, *, rounds_inputs: bool = False
+    ) -> None:
         """Bind nothing: the modules are those of the library."""
-        del library_format, threads
+        del library_format, threads, rounds_inputs
         self.executors.begin_serving()
 
     def reserve_positions(self, num_positions: int) -> None:

@@ -27,6 +27,7 @@ class LinearProblem:
         trainable: whether the result must be differentiable and the weights may change.
         batch_invariant: whether the result of a row must have the same bits whatever the other rows and their number.
         ordered: whether the inputs are put in the order of the stored columns before the product.
+        rounds_inputs: whether inputs may be rounded to 8 bits, for weights that are integers.
         in_place: whether the weights are read where they are: a copy of them would take too much memory. Full numbers
             may then be of another dtype.
     """
@@ -43,6 +44,7 @@ class LinearProblem:
     trainable: bool = False
     batch_invariant: bool = False
     ordered: bool = False
+    rounds_inputs: bool = False
     in_place: bool = False
 
     def __post_init__(self) -> None:

@@ -208,6 +208,7 @@ def bind_projection(
     *,
     layer_weights: int = 0,
     purpose: Purpose = Purpose.SERVING,
+    rounds_inputs: bool = False,
     in_place: bool = False,
 ) -> Projection:
     """Bind a linear layer to its weights and to the kernels that can compute it.
@@ -219,13 +220,20 @@ def bind_projection(
         operations: around the product.
         layer_weights: as in `LinearProblem`.
         purpose: what is demanded of the results.
+        rounds_inputs: as in `LinearProblem`.
         in_place: as in `LinearProblem`.
 
     Raises:
         NoKernelError: no kernel supports a batch-invariant layer.
     """
     problem = linear_problem(
-        weights, operations, dtype, layer_weights=layer_weights, purpose=purpose, in_place=in_place
+        weights,
+        operations,
+        dtype,
+        layer_weights=layer_weights,
+        purpose=purpose,
+        rounds_inputs=rounds_inputs,
+        in_place=in_place,
     )
     order, weights = weights.weight.order, _in_stored_order(weights)
     spec = select_linear(problem, arch).spec
@@ -244,6 +252,7 @@ def linear_problem(
     *,
     layer_weights: int = 0,
     purpose: Purpose = Purpose.SERVING,
+    rounds_inputs: bool = False,
     in_place: bool = False,
 ) -> LinearProblem:
     """Return the problem of a linear layer with one row; arguments as for `bind_projection`, on any device."""
@@ -263,6 +272,7 @@ def linear_problem(
         trainable=purpose is Purpose.TRAINING,
         batch_invariant=purpose is Purpose.DETERMINISTIC_SERVING,
         ordered=form.ordered,
+        rounds_inputs=rounds_inputs,
         in_place=in_place,
     )
 

@@ -237,6 +237,7 @@ def _integers_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, .
         (not arch.is_cpu, "needs a CPU"),
         (problem.trainable, "not differentiable"),
         (not problem.format.is_quantized, "weights are not quantized"),
+        (not problem.rounds_inputs, "inputs are not to be rounded: set --dtype auto"),
     )
     return found or cpu_library.unsupported(problem)
 

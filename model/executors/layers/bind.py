@@ -45,7 +45,12 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         _logger.warning("PyTorch computes the layers, which is slower: %s", reason)
     head = LinearWeights(model.head, model.lm_head_bias)
     bound_head: Head = bind_projection(
-        head, dtype, arch, purpose=purpose, in_place=model.head_format is not None
+        head,
+        dtype,
+        arch,
+        purpose=purpose,
+        rounds_inputs=model.rounds_inputs,
+        in_place=model.head_format is not None,
     )
     if bound_head.copies_weights:
         model.lm_head = None

@@ -81,6 +81,7 @@ class Binder:
             operations,
             layer_weights=self._weights,
             purpose=self._purpose,
+            rounds_inputs=self.model.rounds_inputs,
         )
 
     def norm(self, norm: Norm) -> Callable[[Tensor], Tensor]:

@@ -113,6 +113,7 @@ def layer_kernels(
             dtype,
             layer_weights=layer_weights,
             purpose=purpose,
+            rounds_inputs=model.rounds_inputs,
             in_place=in_place,
         )
         return select_linear(dataclasses.replace(problem, rows=rows), arch, tuned_linear)

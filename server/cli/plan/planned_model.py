@@ -76,6 +76,7 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
         AbsentRanks(num_ranks) if num_ranks > 1 else None,
     )
     model.unmeasured_kernels = settings.unmeasured_kernels
+    model.rounds_inputs = has_products
     if in_library:
         assert quantization is not None
         model.assign_to_library(quantization)

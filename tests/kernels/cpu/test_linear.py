@@ -29,7 +29,7 @@ from tests.kernels.references.problems import assert_no_worse_than
 
 LIBRARY = load()
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
-PROBLEM = LinearProblem(1, 64, 96, "float32", format=INT8_GROUPS)
+PROBLEM = LinearProblem(1, 64, 96, "float32", format=INT8_GROUPS, rounds_inputs=True)
 FORMATS = pytest.mark.parametrize("form", [INT8_GROUPS, INT4_GROUPS], ids=lambda it: it.name)
 ACTIVATIONS = {
     "none": None,
@@ -51,7 +51,7 @@ def layer(outputs, inputs, form=INT8_GROUPS, *, bias=True):
 
 
 def bind(weights, operations=Operations()):  # noqa: B008 - immutable
-    bound = bind_projection(weights, torch.float32, CPU, operations)
+    bound = bind_projection(weights, torch.float32, CPU, operations, rounds_inputs=True)
     assert isinstance(bound, FusedProjection)
     return bound
 
@@ -184,9 +184,9 @@ def test_inputs_that_have_an_order_are_put_in_it_after_the_norm():
     ordered = plain._replace(weight=plain.weight.with_columns_sorted(order))
     x, norm = random(3, 96), norm_of("rms", 96)
 
-    found, _ = bind_projection(ordered, torch.float32, CPU, Operations(norm)).from_residual(
-        Residual(x)
-    )
+    found, _ = bind_projection(
+        ordered, torch.float32, CPU, Operations(norm), rounds_inputs=True
+    ).from_residual(Residual(x))
 
     expected = normalized(norm, x) @ ordered.weight.dequantize().double().T + ordered.bias
     assert (found - expected).norm() < 0.02 * expected.norm()
@@ -197,6 +197,7 @@ def test_inputs_that_have_an_order_are_put_in_it_after_the_norm():
     [
         ({}, CATALOGUE["h100"], "needs a CPU"),
         ({"trainable": True}, CPU, "not differentiable"),
+        ({"rounds_inputs": False}, CPU, "inputs are not to be rounded: set --dtype auto"),
         ({"dtype": "bfloat16"}, CPU, "no bfloat16"),
         ({"dtype": "float32", "format": FP8_ROWS}, CPU, "no weights in float8_e4m3fn: set --quant"),
         ({"inputs": 112}, CPU, "112 inputs are not a multiple of 32"),

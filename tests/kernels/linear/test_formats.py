@@ -12,7 +12,14 @@ from kernels.errors import ShapeError
 from kernels.linear import group_tiles
 from kernels.linear.problem import LinearProblem
 from kernels.linear.pytorch import PyTorchLinear
-from kernels.linear.registry import GROUPS, INVARIANT, LIBRARY, LIBRARY_FP8, REGISTRY
+from kernels.linear.registry import (
+    GROUPS,
+    INTEGERS,
+    INVARIANT,
+    LIBRARY,
+    LIBRARY_FP8,
+    REGISTRY,
+)
 from kernels.linear.select import LinearChoice, select_linear
 from kernels.linear.weights import LinearArguments, LinearWeights
 from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_ROWS, WeightFormat, unquantized
@@ -31,7 +38,7 @@ SHAPE = (64, 96)
 @pytest.mark.parametrize("spec", REGISTRY, ids=lambda it: it.name)
 def test_a_row_takes_a_format_or_refuses_it_by_name(spec, form):
     full = LinearProblem(16, *SHAPE, layer_weights=1, batch_invariant=spec is INVARIANT)
-    arch = CPU if spec.name in ("packed", "pytorch") else CATALOGUE["h100"]
+    arch = CPU if spec.name in ("packed", "pytorch", "cpu_integers") else CATALOGUE["h100"]
 
     more = set(spec.unsupported(dataclasses.replace(full, format=form), arch))
 
@@ -43,7 +50,7 @@ def test_a_row_takes_a_format_or_refuses_it_by_name(spec, form):
         reads_some = spec.formats or spec.reads_groups
         assert more == {f"no weights in {form.name}" if reads_some else "weights are quantized"}
     refused = "weights are not quantized" in spec.unsupported(full, arch)
-    assert refused == (spec in (LIBRARY_FP8, GROUPS))
+    assert refused == (spec in (LIBRARY_FP8, GROUPS, INTEGERS))
 
 
 @pytest.mark.parametrize("arch", ARCHES, ids=lambda it: it.key)

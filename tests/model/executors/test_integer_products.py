@@ -44,7 +44,7 @@ def test_logits_are_those_of_the_rounded_weights(name, tmp_path):
     exact = rounded(load_model(tmp_path, config, torch.float32, "cpu", pack=False))
     served = load_part(tmp_path, config, torch.float32, "cpu", weight_format=INT8_GROUPS)
     whole = served.weight_bytes
-    served.optimize()
+    served.optimize(rounds_inputs=True)
 
     found, expected = (
         PagedDriver(it).step({"a": IDS, "b": IDS[:1]})["a"] for it in (served, exact)
@@ -61,7 +61,7 @@ def test_prompts_and_decode_rows_have_the_same_tokens_in_any_company(name, tmp_p
     CASES[name].save(tmp_path)
     config = ModelConfig.from_folder(tmp_path)
     served = load_part(tmp_path, config, torch.float32, "cpu", weight_format=INT4_GROUPS)
-    served.optimize()
+    served.optimize(rounds_inputs=True)
     alone, driver = PagedDriver(served).step({"a": IDS})["a"], PagedDriver(served)
 
     driver.step({"b": IDS[::-1], "c": IDS[:3], "a": IDS[:30]})
@@ -75,7 +75,7 @@ def test_embedding_and_head_that_are_tied_are_one_packed_matrix(tmp_path):
     config = ModelConfig.from_folder(tmp_path)
     served = load_part(tmp_path, config, torch.float32, "cpu", weight_format=INT8_GROUPS)
     table = served.embedding.dequantize()
-    served.optimize()
+    served.optimize(rounds_inputs=True)
 
     assert len(served.embed_tokens) == 0
     assert (served.embedding_rows(torch.tensor([3, 0])) - table[[3, 0]]).abs().max() < 1e-6

@@ -63,11 +63,7 @@ def resolved_quantization(
     if is_in_library or found is None or not arch.is_cpu:
         return ResolvedQuantization(found, is_in_library)
     plain = dataclasses.replace(found, ordered=False)
-    reads = (
-        is_read_by_library(plain)
-        and config.dtype in ("auto", "float32")
-        and not isinstance(load(), str)
-    )
+    reads = is_read_by_library(plain) and config.dtype == "auto" and not isinstance(load(), str)
     if not reads:
         log.warning(
             "every step converts the weights from %s, which is slow: --quantization int8 or int4 is faster, where a "

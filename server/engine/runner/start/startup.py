@@ -303,7 +303,7 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
                 "modules of transformers compute the model, which is the slow path; GET /plan says why"
             )
         phases.tell("packing the weights")
-        model.optimize(quantization if in_library else None, threads)
+        model.optimize(quantization if in_library else None, threads, rounds_inputs=has_products)
         model.unmeasured_kernels = config.unmeasured_kernels
         if config.max_loras:
             _reserve_adapters(model, config)
