@@ -84,9 +84,11 @@ class BlockManager:
             a block is evicted only when no block is empty, and block tables scatter once all blocks
             have been used; use it for kernels that read scattered blocks at the same speed.
         num_slots: for states of fixed size; 0 if the network has none.
-        state_chunk: of `StateSpec`.
+        state_chunk: of `StateSpec`, or 1 if kernels compute token by token.
         keeps_inside: whether steps write states that are kept within the tokens that they compute of a prompt; else
             they end there.
+        repeats_output: whether all sequences compute what they generated before a preemption one by one, so that it has
+            the same bits; else deterministic ones only.
 
     Attributes:
         slots: for states of fixed size; None if the network has none.
@@ -101,6 +103,7 @@ class BlockManager:
         num_slots: int = 0,
         state_chunk: int = 1,
         keeps_inside: bool = False,
+        repeats_output: bool = False,
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
@@ -120,6 +123,7 @@ class BlockManager:
         self.slots: StateSlots | None = None
         if num_slots:
             self.slots = StateSlots(num_slots, state_chunk, block_size, keeps_inside=keeps_inside)
+        self._repeats_output = repeats_output
         self._only_prompts = num_slots > 0 and state_chunk > 1
         self._pending: dict[Sequence, None] = {}  # of which a snapshot will probably be taken
 
@@ -431,7 +435,7 @@ class BlockManager:
         if held is None:
             return False
         sequence.slots = held
-        if sequence.deterministic and self._only_prompts:
+        if self._only_prompts and (sequence.deterministic or self._repeats_output):
             held.num_chunked = sequence.num_prompt_tokens
         if looks_up:
             held.last, held.stop = num_cached, stop
