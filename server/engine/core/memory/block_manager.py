@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from server.engine.core.memory.free_blocks import FreeBlocks
 from server.engine.core.memory.state_slots import StateSlots, interval_of, marks_of
+from server.engine.core.queue.shared_beginnings import common_tokens
 from server.engine.core.sequence import CacheSalt, Sequence
 
 Link: TypeAlias = int | CacheSalt
@@ -162,15 +163,13 @@ class BlockManager:
         assert self.slots is not None
         found, unit, known = 0, self.slots.unit, sequence.token_ids
         most = self._most_cached(sequence)
-        first = known[:unit]
         for other in self._pending:
             held = other.slots
             assert held is not None
-            if other.cache_salt != sequence.cache_salt or other.token_ids[:unit] != first:
-                continue
-            for count in (*held.cuts, *held.kept):
-                if found < count <= most and other.token_ids[:count] == known[:count]:
-                    found = count
+            if other.cache_salt == sequence.cache_salt:
+                common = common_tokens(known, other.token_ids, unit, most)
+                counts = (*held.cuts, *held.marks, *held.planned, *held.kept)
+                found = max(found, *(it for it in counts if it <= common), 0)
         return found
 
     def admit(
@@ -444,7 +443,7 @@ class BlockManager:
                 held.marks = [count for count in marks if count not in cuts]
             else:
                 held.interval = interval_of(sequence.num_tokens)
-            if held.cuts:
+            if held.is_pending:
                 self._pending[sequence] = None
         return True
 

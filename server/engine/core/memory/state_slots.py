@@ -150,7 +150,7 @@ class SequenceSlots:
     @property
     def is_pending(self) -> bool:
         """Whether a snapshot will probably be taken of it."""
-        return bool(self.cuts or self.planned or self.kept)
+        return bool(self.cuts or self.marks or self.planned or self.kept)
 
 
 class StateSlots:
