@@ -33,6 +33,8 @@ class RecurrentSpec:
         note: a remark about this row, shown in plans.
         keeps: whether it writes states within prompts, see `Segments.kept_slots`. Where a kernel does not, a step ends
             where a state is kept.
+        by_token: whether it computes the tokens of a prompt one after the other, so that a state has the same bits
+            wherever a prompt is divided, not only at multiples of CHUNK, and whether it is a prompt's or generated.
     """
 
     name: str
@@ -40,6 +42,7 @@ class RecurrentSpec:
     limits: Callable[[RecurrentProblem, GPUArch], tuple[str, ...]] = lambda *_: ()
     note: str = ""
     keeps: bool = False
+    by_token: bool = False
 
     def unsupported(self, problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
@@ -116,6 +119,7 @@ CPU_LIBRARY: Final = RecurrentSpec(
     },
     cpu_library.unsupported,
     keeps=True,
+    by_token=True,
 )
 """One call of the C library on a CPU, token by token; batch invariant."""
 PYTORCH: Final = RecurrentSpec(

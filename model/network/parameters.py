@@ -65,8 +65,8 @@ class DecoderParameters(nn.Module):
         streams_in, streams_out: the matrices of all but the first of `Network.streams`, if there are any, one above the
             other, [(A - 1) * C, C] each.
         unmeasured_kernels: whether kernels may be chosen that were never measured on a GPU; set before the first step.
-        rounds_inputs: whether products may round their inputs to 8 bits, where matrices are integers; set before they are
-            bound.
+        rounds_inputs: whether products may round their inputs to 8 bits, where matrices are integers; set before they
+            are bound.
         adapters: slots of adapters; None until they are reserved.
         embedding_rows: looks up tokens, [T] int64, in a packed head that is tied to the embedding, which has no memory
             of its own then: [T, C] float32; None where there is none.

@@ -6,6 +6,7 @@ What a mixer computes between its products is one kernel of `kernels.recurrent.r
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from kernels.recurrent.problem import (
@@ -201,17 +202,35 @@ def step_segments(step: StepInput) -> Segments:
     )
 
 
-def keeps_states(network: Network, dtype: str, arch: GPUArch) -> bool:
-    """Return whether the kernels of all layers write states within prompts (`RecurrentSpec.keeps`) on a processor."""
+class StateKernels(NamedTuple):
+    """What the kernels of all recurrent mixers of a network have in common.
+
+    Attributes:
+        keeps: whether they write states within prompts, see `RecurrentSpec.keeps`.
+        chunk: as `StateSpec.chunk`; 1 where they compute token by token.
+    """
+
+    keeps: bool
+    chunk: int
+
+
+def state_kernels(network: Network, dtype: str, arch: GPUArch) -> StateKernels:
+    """Return what is common to the kernels that a processor has for the layers with a state of fixed size."""
     mixers = {
         it
         for layer in network.layers
         for it in (layer.mixer.mixers if isinstance(layer.mixer, Parallel) else (layer.mixer,))
     }
-    fixed = [it for it in mixers if fixed_of(it.state(dtype)) is not None]
-    return all(
-        isinstance(mixer, RecurrentMixer)
-        and recurrent_choice(mixer, dtype, arch, deterministic=it).spec.keeps
-        for mixer in fixed
-        for it in (False, True)
-    )
+    fixed = {it: state for it in mixers if (state := fixed_of(it.state(dtype))) is not None}
+    keeps, chunk = True, 1
+    for mixer, state in fixed.items():
+        rows: list[RecurrentSpec] = []
+        if isinstance(mixer, RecurrentMixer):
+            choices = (
+                recurrent_choice(mixer, dtype, arch, deterministic=it) for it in (False, True)
+            )
+            rows = [it.spec for it in choices]
+        keeps &= bool(rows) and all(row.keeps for row in rows)
+        if not rows or not all(row.by_token for row in rows):
+            chunk = math.lcm(chunk, state.chunk)
+    return StateKernels(keeps, chunk)
