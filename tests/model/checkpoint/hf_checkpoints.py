@@ -252,6 +252,13 @@ _MINICPM = _named(
 ) | dict.fromkeys(_minicpm(4).keys() - {"num_hidden_layers"})
 # The class has a list of end tokens for null.
 _CWM = _layers(5, head_dim=16, sliding_window=16, max_position_embeddings=16384, eos_token_id=2)
+# The class of the multimodal model needs the library timm for its encoder of images.
+_GEMMA3N_MULTIMODAL = {
+    "architectures": ["Gemma3nForConditionalGeneration"],
+    "model_type": "gemma3n",
+    "text_config": Case("Gemma3nText", _GEMMA3N).config().to_dict(),
+    "final_logit_softcapping": None,
+}
 CASES = {
     "llama": Case("Llama"),
     "llama sharded": Case("Llama", shard_size="40KB"),
@@ -404,6 +411,7 @@ CASES = {
         | {"altup_active_idx": 1, "altup_num_inputs": 3, "altup_correct_scale": False}
         | {"tie_word_embeddings": False, "attention_bias": True, "num_kv_shared_layers": 0},
     ),
+    "gemma3n multimodal": Case("Gemma3nText", _GEMMA3N, restated=_GEMMA3N_MULTIMODAL),
     "gpt2": Case("GPT2", model="LMHeadModel", in_half=True),
     "gpt2 sharded": Case("GPT2", shard_size="40KB", model="LMHeadModel"),
     "gpt2 untied": Case(
