@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from kernels import NoKernelError, select
 from kernels.selection import VectorProblem, triton_unsupported
-from model.executors import cpu_library, single_launch
+from model.executors import cpu_library, layers, single_launch
 from model.executors.attention_plans import attention_planner
 from model.executors.executor import ModelProblem
 from model.executors.table import choose_executor
@@ -152,6 +152,8 @@ def deterministic_unsupported(
             return (f"{needed}, which is not supported here: {'; '.join(in_c)}",)
         return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
     reasons = tuple(f"no deterministic {name}" for name in model.network.other_mixers)
+    if model.network.streams is not None:
+        reasons += (layers.NO_DETERMINISTIC_STREAMS,)
     reasons += triton_unsupported(VectorProblem(model.dtype_name), arch)
     try:
         planner = attention_planner(model)

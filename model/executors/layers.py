@@ -355,6 +355,10 @@ _OTHERS: Final[dict[str, Any]] = {
 """What binds the other sublayers of a layer, by their fields."""
 
 
+NO_DETERMINISTIC_STREAMS: Final = "no deterministic AltUp"
+"""PyTorch's products of several streams have other bits beside other rows."""
+
+
 class BoundNetwork(NamedTuple):
     """The kernels of a model.
 
@@ -712,7 +716,7 @@ def _value_norms(network: spec.Network) -> tuple[str, ...]:
 def _sublayers(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     """List why steps of a network with several streams cannot be computed."""
     has_streams = problem.network.streams is not None
-    return reasons((has_streams and bucket.deterministic, "no deterministic AltUp"))
+    return reasons((has_streams and bucket.deterministic, NO_DETERMINISTIC_STREAMS))
 
 
 def _bind(bindings: Bindings, state: KVCache, _bucket: Bucket) -> ExecutorOfState:
