@@ -29,7 +29,6 @@ def unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *_layer_norms(network),
         *_late_norms(problem),
         *_value_norms(network),
-        *_sublayers(problem, bucket),
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
         *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
         *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
@@ -38,14 +37,15 @@ def unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
 
 
 def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[str, ...]:
-    """List the mixers that have no kernel for deterministic steps on a processor.
+    """List the parts that have no kernel for deterministic steps on a processor.
 
     Args:
         network: the network.
         dtype: name of the dtype of activations.
         arch: the processor.
     """
-    found = []
+    # PyTorch's products of several streams have other bits beside other rows.
+    found = [] if network.streams is None else ["no deterministic AltUp"]
     for mixer in dict.fromkeys(mixer for it in network.layers for mixer in it.mixers):
         row = MIXERS.get(type(mixer))
         if isinstance(mixer, Attention) or row is None:
@@ -104,9 +104,3 @@ def _value_norms(network: spec.Network) -> tuple[str, ...]:
         if it.value_norm
     )
     return reasons((any(others), "no norms of values without norms of queries and keys per head"))
-
-
-def _sublayers(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
-    """List why steps of a network with several streams cannot be computed."""
-    has_streams = problem.network.streams is not None
-    return reasons((has_streams and bucket.deterministic, "no deterministic AltUp"))
