@@ -253,6 +253,7 @@ class Engine:
     def _launch(self) -> _Step | None:
         """Schedule and launch a step; return None if all remaining work is in flight."""
         self._scheduler.accounting.now = launched = time.monotonic()
+        self._scheduler.waits_for_slots = bool(self._adapters and self._adapters.is_full)
         output = self._scheduler.schedule()
         if late := self._scheduler.take_late():
             self._publish(StepEvents(late), [], {})

@@ -94,7 +94,8 @@ class Scheduler:
         admission: decides which waiting sequences are admitted, and counts their prompts.
         num_prefill_tokens: known tokens of running sequences that the last schedule left for later steps.
         prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
-        output_rate: tokens generated per second, of the steps during which sequences waited for a place.
+        output_rate: tokens generated per second, of the steps during which sequences waited for a place or a slot.
+        waits_for_slots: whether others wait until a sequence releases the slot of its adapter; may be set.
         accounting: what sequences and steps used.
         drafts: chooses the tokens that are proposed for the decode rows.
 
@@ -114,8 +115,11 @@ class Scheduler:
         self.accounting = Accounting()
         self.prompt_rate = Rate()
         self.output_rate = Rate()
+        self.waits_for_slots = False
         self._num_counted = 0  # of the generated tokens, those of steps before
-        self._is_full = False  # whether the last schedule left sequences waiting for a place
+        self._is_full = (
+            False  # whether the last schedule left sequences waiting for a place or a slot
+        )
         self._charges = StepCharges(self.accounting)
         self._live = LiveSequences(config, block_manager, self.accounting)
         self.admission = Admission(self._live, block_manager, self.accounting, self._charges)
@@ -283,7 +287,8 @@ class Scheduler:
                 chunks, decoding, starts, num_logits, prefill, admits=not preempted
             )
         decode = self._decode_rows(decoding, starts, num_logits, drafts=not (prefill or preempted))
-        self._is_full = bool(self._live.waiting) and self.num_free_places <= 0
+        is_short = bool(self._live.waiting) and self.num_free_places <= 0
+        self._is_full = is_short or self.waits_for_slots
         output = SchedulerOutput(
             step=self.num_steps,
             decode=decode,
