@@ -134,6 +134,7 @@ class Streams:
 
         channel.steps.clear()
         before, begun = engine.stats(), time.perf_counter()
+        processor = time.process_time()
         for _ in range(min(self._options.streams, count)):
             send()
         num_sent, num_ended = len(sent), 0
@@ -162,6 +163,7 @@ class Streams:
             "first": first,
             "gaps": gaps,
             "seconds": time.perf_counter() - begun,
+            "processor": time.process_time() - processor,
             "reads": after.num_adapter_reads - before.num_adapter_reads,
             "loads": after.num_adapter_loads - before.num_adapter_loads,
         }
@@ -200,6 +202,8 @@ def summary(name: str, host: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "gap_ms_p999": _ms(np.percentile(gaps, 99.9)),
         "gap_ms_longest": _ms(max(gaps)),
         "tokens_per_second": round(num_tokens / sum(joined["seconds"]), 1),
+        "cpu_ms_per_token": _ms(sum(joined["processor"]) / num_tokens),
+        "machine_load": round(os.getloadavg()[0], 1),
         "reads": int(sum(joined["reads"])),
         "loads": int(sum(joined["loads"])),
     }

@@ -27,8 +27,8 @@ from model.checkpoint.dtypes import resolve_kv_dtype
 from model.checkpoint.weights import load_model
 from model.device.kv_cache import KVCache
 from model.device.replay import CudaGraphs, Replay
-from model.executors.attention_plans import AttentionMetadata, PhasePlans
-from model.executors.layers import PagedStep
+from model.executors.layers.attention_plans import AttentionMetadata, PhasePlans
+from model.executors.layers.network import PagedStep
 from model.hub.resolve import resolve
 from server.cli.bench.engine.options import shape_folder
 

@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from kernels.linear.projection import SWIGLU, Activation, FixedProjection, Norm, Operations
 from model.decoder import DecoderLM
-from model.executors.attention import BoundAttention
-from model.executors.layers import BoundDense, BoundLayer
+from model.executors.layers.attention import BoundAttention
+from model.executors.layers.dense import BoundDense
+from model.executors.layers.forward import BoundLayer
 from tests.kernels.references.quantized_reference import (
     ACTIVATION_GROUP,
     dequantize_int8,

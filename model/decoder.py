@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.linear.projection import Purpose
-from model.executors.attention_plans import AttentionPlanner, attention_planner
 from model.executors.bound import BoundExecutors
 from model.executors.cpu_library import CACHE_DTYPE, CPULibrary
-from model.executors.layers import Layers
+from model.executors.layers.attention_plans import AttentionPlanner, attention_planner
+from model.executors.layers.executor import Layers
 from model.network.adapter_slots import AdapterSlots
 from model.network.parameters import DecoderParameters
 

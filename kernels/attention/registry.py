@@ -242,7 +242,7 @@ INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (
             non_causal=False,
             lse=False,
             batch_invariant=True,
-            launch=LaunchConfig(block_m=16, block_n=32, num_warps=8, num_stages=1),
+            launch=LaunchConfig(block_m=16, block_n=16, num_warps=8, num_stages=1),
             note=_EQUAL_BITS,
         )
     ),

@@ -33,6 +33,8 @@ class RecurrentSpec:
         note: a remark about this row, shown in plans.
         keeps: whether it writes states within prompts, see `Segments.kept_slots`. Where a kernel does not, a step ends
             where a state is kept.
+        by_token: whether it computes the tokens of a prompt one after the other, so that a state has the same bits
+            wherever a prompt is divided, not only at multiples of CHUNK, and whether it is a prompt's or generated.
     """
 
     name: str
@@ -40,6 +42,7 @@ class RecurrentSpec:
     limits: Callable[[RecurrentProblem, GPUArch], tuple[str, ...]] = lambda *_: ()
     note: str = ""
     keeps: bool = False
+    by_token: bool = False
 
     def unsupported(self, problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
@@ -84,17 +87,28 @@ def _state_limits(problem: RecurrentProblem) -> tuple[tuple[bool, str], ...]:
     return ((size > most, f"states of {most} columns a head in {problem.dtype}, not {size}"),)
 
 
+_EQUAL_BITS: Final = "equal bits for a token beside any others, so deterministic steps take it too"
+
 TRITON: Final = RecurrentSpec(
     "triton_recurrent",
     {
         ShortConvShape: "kernels.recurrent.gpu.short_conv:ShortConv",
-        GatedDeltaShape: "kernels.recurrent.gpu.gated_delta:GatedDelta",
         Mamba2Shape: "kernels.recurrent.gpu.mamba2:Mamba2",
     },
     _triton_limits,
-    "equal bits for a token beside any others, so deterministic steps take it too",
+    _EQUAL_BITS,
+    keeps=True,
 )
 """One launch for decode rows and a few for prompts. Tiles and the order of all sums depend on the shape alone."""
+
+TRITON_GATED_DELTA: Final = RecurrentSpec(
+    "triton_gated_delta",
+    {GatedDeltaShape: "kernels.recurrent.gpu.gated_delta:GatedDelta"},
+    _triton_limits,
+    _EQUAL_BITS,
+    keeps=True,
+)
+"""One launch for decode rows and four for prompts, as `TRITON`."""
 
 CPU_LIBRARY: Final = RecurrentSpec(
     "cpu_recurrent",
@@ -105,6 +119,7 @@ CPU_LIBRARY: Final = RecurrentSpec(
     },
     cpu_library.unsupported,
     keeps=True,
+    by_token=True,
 )
 """One call of the C library on a CPU, token by token; batch invariant."""
 PYTORCH: Final = RecurrentSpec(
@@ -118,7 +133,7 @@ PYTORCH: Final = RecurrentSpec(
 )
 """Separate operations, on every device."""
 
-REGISTRY: Final = (TRITON, CPU_LIBRARY, PYTORCH)
+REGISTRY: Final = (TRITON, TRITON_GATED_DELTA, CPU_LIBRARY, PYTORCH)
 
 
 @functools.cache

@@ -54,8 +54,11 @@ class Segments:
 
         A prompt after some of whose tokens the state is kept is several, to be computed in their order: one up to each
         of these tokens, which writes the slot that the next one reads. Read from the device once, for kernels that
-        PyTorch's operations make up.
+        PyTorch's operations make up. Nothing is read if there are no prompts, so that steps of decode rows can be
+        recorded.
         """
+        if not self.num_prompts:
+            return []
         if self._bounds is None:
             ends = [self.rows + it for it in self.cu_seqlens.tolist()]
             pairs = self.slots[self.rows :].tolist()

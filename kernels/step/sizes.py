@@ -114,6 +114,8 @@ def step_sizes(
     kv_heads = rows * shape.num_kv_heads
     group_splits = max(least, min(group, arch.num_sms // (MOST_SPLITS * kv_heads)))
     heads = -(-group // group_splits)
+    # No program is without heads: it would clear places of another one's.
+    group_splits = -(-group // heads)
     padded_heads = _power_of_two(heads)
     padded_dim = _power_of_two(shape.head_dim)
     queries = shape.num_heads * shape.head_dim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,15 @@ from model.checkpoint.formats.format import StoredTensor
 from model.checkpoint.formats.gguf import row_of
 from model.checkpoint.stored_parts import PartValues, StoredPart
 from model.errors import ModelError, WeightsError
-from model.gguf.architectures import ROPE_FACTORS, Architecture, find_architecture, head_dim
+from model.gguf.architectures import (
+    CONVOLUTIONS,
+    DECAYS,
+    ROPE_FACTORS,
+    Architecture,
+    TiledHeads,
+    find_architecture,
+    head_dim,
+)
 from model.gguf.config import without_effect
 from model.gguf.reader import TensorEntry, map_file, read_header
 from model.gguf.source import Source
@@ -27,7 +35,10 @@ _OUTSIDE: Final = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_IN_LAYER: Final = re.compile(r"blk\.(?P<index>\d{1,4})\.(?P<module>\w+)\.(?P<end>weight|bias)")
+_IN_LAYER: Final = re.compile(
+    r"blk\.(?P<index>\d{1,4})\.(?P<module>\w+(?:\.\w+)??)(?:\.(?P<end>weight|bias))?"
+)
+_MATRIX: Final = 2
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _logger = logging.getLogger(__name__)
@@ -44,12 +55,12 @@ def gguf_parts(file: Path) -> dict[str, StoredPart]:
     architecture, dims = find_architecture(source), head_dim(source)
     if keys := without_effect(source):
         _logger.warning("%s: %s have no effect here", file, ", ".join(keys))
-    parts = {}
+    parts, tiled = {}, architecture.tiled(source)
     for name, entry in source.tensors.items():
         if name in ROPE_FACTORS:
             continue
         module = _module(name)
-        finish = _finish(architecture, module, dims)
+        finish = _finish(architecture, module, dims, tiled)
         if module in architecture.permuted and entry.shape[0] % dims:
             raise WeightsError(
                 f"{entry.file}: {name} has {entry.shape[0]} rows, no multiple of the {dims} of a head"
@@ -57,7 +68,7 @@ def gguf_parts(file: Path) -> dict[str, StoredPart]:
         parts[_full_name(architecture, name)] = StoredPart(
             name,
             _stored(name, entry),
-            entry.shape,
+            _shape(module, entry),
             entry.kind.form,
             row=row_of(entry.kind),
             finish=finish,
@@ -123,21 +134,38 @@ def _module(name: str) -> str:
 def _full_name(architecture: Architecture, name: str) -> str:
     if found := _IN_LAYER.fullmatch(name):
         module = architecture.layers.get(found["module"])
-        return (
-            name
-            if module is None
-            else f"model.layers.{int(found['index'])}.{module}.{found['end']}"
-        )
+        if module is None:
+            return name
+        full = f"model.layers.{int(found['index'])}.{module}"
+        return full if found["module"] in architecture.whole else f"{full}.{found['end']}"
     module, _, end = name.rpartition(".")
-    return f"{_OUTSIDE[module]}.{end}" if module in _OUTSIDE else name
+    outside = _OUTSIDE | {**architecture.outside}
+    return f"{outside[module]}.{end}" if module in outside else name
+
+
+def _shape(module: str, entry: TensorEntry) -> tuple[int, ...]:
+    """Return the shape that a tensor would have in a folder."""
+    if module in CONVOLUTIONS and len(entry.shape) == _MATRIX:
+        return (entry.shape[0], 1, entry.shape[1])
+    return entry.shape
 
 
 def _finish(
-    architecture: Architecture, module: str, dims: int
+    architecture: Architecture, module: str, dims: int, tiled: Mapping[str, TiledHeads]
 ) -> Callable[[PartValues], PartValues] | None:
     """Return what makes the values of a folder of those of a file; None if they are the same."""
     if module in architecture.plus_one:
         return _less_one
+    if module in DECAYS or module in tiled:
+        heads, is_decay = tiled.get(module), module in DECAYS
+
+        def finish(values: PartValues) -> PartValues:
+            if is_decay:
+                assert isinstance(values, Tensor), "a vector"
+                values = (-values.float()).log()
+            return values if heads is None else _grouped(values, heads)
+
+        return finish
     if module not in architecture.permuted:
         return None
     order = torch.tensor((*range(0, dims, 2), *range(1, dims, 2)))
@@ -147,6 +175,41 @@ def _finish(
         return values[index] if isinstance(values, Tensor) else values.permuted(index)
 
     return permute
+
+
+def _grouped(values: PartValues, heads: TiledHeads) -> PartValues:
+    """Return values whose heads are in the order of a folder."""
+    dim = 1 if heads.columns else 0
+    count = (values.shape[dim] - heads.first) // heads.size
+    tiles = torch.arange(count).view(-1, heads.key_heads)
+    order = tiles.t().flatten()
+    if heads.columns:
+        assert isinstance(values, Weight), "a matrix"
+        return _with_columns(values, order)
+    rows = heads.first + (order[:, None] * heads.size + torch.arange(heads.size)).flatten()
+    index = torch.cat((torch.arange(heads.first), rows))
+    return values[index] if isinstance(values, Tensor) else values.permuted(index)
+
+
+def _with_columns(weight: Weight, order: Tensor) -> Weight:
+    """Return a matrix whose columns are those of equal parts of this one in an order; scales stay with their numbers.
+
+    Raises:
+        WeightsError: scales would be divided.
+    """
+    size = weight.shape[1] // len(order)
+    if weight.format.group and size % weight.format.group:
+        raise WeightsError(
+            f"heads of {size} values divide groups of {weight.format.group}, which is not supported"
+        )
+
+    def parts(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 1 or tensor.shape[1] % len(order):
+            return tensor
+        return tensor.view(len(tensor), len(order), -1)[:, order].flatten(1)
+
+    scales = {name: parts(it) for name, it in weight.scales.items()}
+    return Weight(weight.format, weight.shape, parts(weight.numbers), **scales)
 
 
 def _less_one(values: PartValues) -> PartValues:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from kernels.weights import Weight
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Rewrite, Tensors
-from model.network.layers import DecoderLayer, stacked_rows
+from model.network.layers import DecoderLayer
 from model.network.matrix import Matrix
 from model.network.matrix_shapes import stacked_modules
+from model.network.new_parameters import stacked_rows
 from model.network.parallel import shard
 from model.network.spec import Attention
 

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 from kernels import NoKernelError, select
 from kernels.selection import VectorProblem, triton_unsupported
 from model.executors import cpu_library, single_launch
-from model.executors.attention_plans import attention_planner
 from model.executors.executor import ModelProblem
-from model.executors.layers import nondeterministic
+from model.executors.layers.attention_plans import attention_planner
+from model.executors.layers.limits import nondeterministic
 from model.executors.table import choose_executor
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from model.device.kv_cache import KVCache
     from model.executors.columns import Bucket
     from model.executors.executor import Executor
-    from model.executors.layers import Layers
+    from model.executors.layers.executor import Layers
     from model.executors.modules.executor import ModulesExecutor
     from model.network.parameters import DecoderParameters
 

@@ -129,8 +129,33 @@ class StepOutput(NamedTuple):
 
 def token_slots(step: StepInput) -> Tensor:
     """Return the slot of each token's adapter, [T] int32 on the device, -1 for none."""
+    return _of_tokens(step, step.device.adapter)
+
+
+def wanted_rows(step: StepInput) -> PagedBatch:
+    """Return a batch of the tokens whose logits are wanted, [M], each as the last one of a sequence of its own."""
     bucket, arrays = step.bucket, step.device
-    rows, count = arrays.adapter, bucket.rows
+    rows, device = arrays.logits_rows, arrays.logits_rows.device
+    tables = torch.cat((arrays.block_table, arrays.prompt_block_table))
+    lengths = torch.cat((arrays.seq_lens, arrays.prompt_seq_lens))
+    sequences = _of_tokens(step, torch.arange(len(lengths), device=device))[rows]
+    known = sequences.clamp_min(0)
+    is_unused = (sequences < 0) | (lengths[known] == 0)
+    seq_lens = (arrays.positions[rows] + 1).masked_fill(is_unused, 0)
+    return PagedBatch(
+        torch.arange(len(rows) + 1, dtype=torch.int32, device=device),
+        seq_lens.to(torch.int32),
+        tables[known],
+        num_tokens=len(rows),
+        max_seqlen_q=1,
+        max_seqlen_k=bucket.columns * step.block_size,
+    )
+
+
+def _of_tokens(step: StepInput, rows: Tensor) -> Tensor:
+    """Return the value of each token's sequence, [T], from those of the sequences, [R + Q]; -1 for unused tokens."""
+    bucket, arrays = step.bucket, step.device
+    count = bucket.rows
     parts = []
     if bucket.queries == 1:
         parts.append(rows[:count])

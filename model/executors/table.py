@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kernels.selection import Choice, choose
-from model.executors import cpu_library, layers, single_launch
+from model.executors import cpu_library, single_launch
+from model.executors.layers import executor as layers
 from model.executors.modules import executor as modules
 
 if TYPE_CHECKING:

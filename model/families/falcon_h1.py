@@ -14,7 +14,7 @@ from model.families.tensors import HEAD, LLAMA, MAMBA2, Rewrite
 from model.network.mixers import Parallel
 from model.network.spec import Attention, Dense, Layer, Network
 
-_TENSORS: Final = dataclasses.replace(
+TENSORS: Final = dataclasses.replace(
     LLAMA,
     modules={"embed_tokens": "embed_tokens", "norm": "final_layernorm", HEAD: HEAD},
     layer_modules={
@@ -93,7 +93,7 @@ FAMILY: Final = Family(
     "FalconH1ForCausalLM",
     "falcon_h1",
     network,
-    _TENSORS,
+    TENSORS,
     rewrites=_rewrites,
     defaults={"max_position_embeddings": 8192},
 )

@@ -9,6 +9,7 @@ from model.errors import ModelFolderError, UnsupportedModelError
 from model.families import (
     apertus,
     arcee,
+    bamba,
     cohere,
     cohere2,
     cwm,
@@ -37,6 +38,7 @@ from model.families import (
     hunyuan_dense,
     internlm3,
     lfm2,
+    lfm2_vl,
     llama,
     llama_names,
     minicpm,
@@ -118,8 +120,10 @@ _FILES: Final = (
     qwen3_5,
     qwen3_5_text,
     lfm2,
+    lfm2_vl,
     granite4,
     falcon_h1,
+    bamba,
 )
 FAMILIES: Final[Mapping[str, Family]] = {
     family.architecture: family

@@ -37,12 +37,64 @@ _PHI3_LAYERS: Final = _LLAMA_LAYERS | {
     "attn_qkv": "self_attn.qkv_proj",
     "ffn_up": "mlp.gate_up_proj",
 }
+_QWEN35_LAYERS: Final = {it: _LLAMA_LAYERS[it] for it in _LLAMA_LAYERS if it != "ffn_norm"} | {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_LFM2_LAYERS: Final = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+CONVOLUTIONS: Final = ("ssm_conv1d", "shortconv.conv")
+"""Modules whose weight a folder has as [channels, 1, W], and GGUF as [channels, W]."""
+DECAYS: Final = ("ssm_a",)
+"""Modules with -exp(a) in place of a."""
 _GEMMA_NORMS: Final = (
     "output_norm", "attn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm",
 )  # fmt: skip
 ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that config.json has as numbers."""
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}
+
+
+@dataclasses.dataclass(frozen=True)
+class TiledHeads:
+    """Heads of values that are stored in the order in which a repeated list of key heads would meet them.
+
+    With G key heads, a folder has the heads of the first key head, then those of the second; GGUF the first head of
+    each key head, then the second of each.
+
+    Attributes:
+        key_heads: G.
+        size: rows or columns of a head.
+        first: rows before those of the heads.
+        columns: whether columns have the order, rather than rows.
+    """
+
+    key_heads: int
+    size: int
+    first: int = 0
+    columns: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +108,10 @@ class Architecture:
         layers: the names of a layer's modules in a checkpoint, by their names in GGUF.
         permuted: modules whose rows are stored so that those that rotate together are beside each other.
         plus_one: modules of norms whose weights are stored plus 1, by their names in GGUF.
+        outside: the names of modules outside the layers that differ from `OUTSIDE`.
+        whole: modules that are one tensor in a folder, whose name has no `.weight` or `.bias`.
+        tiled: returns the modules whose heads of values are stored in another order, see `TiledHeads`.
+        some_attention: whether a list of key-value heads has 0 for layers without attention.
         is_gemma: whether float16 is too small for the activations.
         more: returns what config.json says besides the keys that all architectures have.
         integers: further keys of the metadata by those of config.json.
@@ -68,6 +124,10 @@ class Architecture:
     layers: Mapping[str, str] = dataclasses.field(default_factory=lambda: _LLAMA_LAYERS)
     permuted: tuple[str, ...] = ()
     plus_one: tuple[str, ...] = ()
+    outside: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    tiled: Callable[[Source], Mapping[str, TiledHeads]] = lambda _: {}
+    some_attention: bool = False
     is_gemma: bool = False
     more: Callable[[Source], dict[str, Any]] = lambda _: {}
     integers: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -141,6 +201,64 @@ def _phi3(source: Source) -> dict[str, Any]:
     return found
 
 
+def _qwen35(source: Source) -> dict[str, Any]:
+    arch, dims = source.architecture, head_dim(source)
+    rotating = source.optional_integer(f"{arch}.rope.dimension_count") or dims
+    source.find(f"{arch}.rope.dimension_sections")  # for text all sections have the same angles
+    keys, values, key_dim, value_dim = _linear_heads(source)
+    return {
+        "partial_rotary_factor": rotating / dims,
+        "full_attention_interval": source.optional_integer(f"{arch}.full_attention_interval") or 4,
+        "linear_conv_kernel_dim": source.integer(f"{arch}.ssm.conv_kernel"),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+    }
+
+
+def _linear_heads(source: Source) -> tuple[int, int, int, int]:
+    """Return the heads of keys and of values of the gated delta rule, and the elements of a head of each.
+
+    Raises:
+        ModelFolderError: they do not fit each other.
+    """
+    keys, values, key_dim, inner = (
+        source.integer(f"{source.architecture}.ssm.{it}")
+        for it in ("group_count", "time_step_rank", "state_size", "inner_size")
+    )
+    if not (keys and values) or values % keys or inner % values:
+        raise ModelFolderError(
+            f"{source.file}: ssm.inner_size = {inner} must be a multiple of ssm.time_step_rank = {values}, and that of"
+            f" ssm.group_count = {keys}"
+        )
+    return keys, values, key_dim, inner // values
+
+
+def _qwen35_heads(source: Source) -> dict[str, TiledHeads]:
+    keys, values, key_dim, value_dim = _linear_heads(source)
+    if keys == values:
+        return {}
+    before, one = 2 * keys * key_dim, TiledHeads(keys, 1)
+    return {
+        **dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), one),
+        **dict.fromkeys(("attn_qkv", "ssm_conv1d"), TiledHeads(keys, value_dim, before)),
+        "attn_gate": TiledHeads(keys, value_dim),
+        "ssm_out": TiledHeads(keys, value_dim, columns=True),
+    }
+
+
+def _lfm2(source: Source) -> dict[str, Any]:
+    counts = source.array("lfm2.attention.head_count_kv")
+    kinds = {True: "full_attention", False: "conv"}
+    return {
+        "norm_eps": source.optional_number("lfm2.attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": source.integer("lfm2.shortconv.l_cache"),
+        "layer_types": [kinds[bool(it)] for it in counts],
+        "block_auto_adjust_ff_dim": False,
+    } | _whole_rotation(source)
+
+
 _ROWS: Final = (
     Architecture(
         "llama", "llama", "LlamaForCausalLM", permuted=("attn_q", "attn_k"), more=_llama
@@ -166,6 +284,15 @@ _ROWS: Final = (
     Architecture(
         "phi3", "phi3", "Phi3ForCausalLM", _PHI3_LAYERS, more=_phi3,
         integers={"sliding_window": "attention.sliding_window"},
+    ),
+    Architecture(
+        "qwen35", "qwen3_5_text", "Qwen3_5ForCausalLM", _QWEN35_LAYERS,
+        plus_one=("output_norm", "attn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm"),
+        whole=("ssm_a", "ssm_dt"), tiled=_qwen35_heads, some_attention=True, more=_qwen35,
+    ),
+    Architecture(
+        "lfm2", "lfm2", "Lfm2ForCausalLM", _LFM2_LAYERS,
+        outside={"token_embd_norm": "model.embedding_norm"}, some_attention=True, more=_lfm2,
     ),
 )  # fmt: skip
 ARCHITECTURES: Final = {row.name: row for row in _ROWS}

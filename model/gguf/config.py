@@ -66,7 +66,9 @@ def to_config(source: Source) -> dict[str, Any]:
         if found is None and key in _INTEGERS:
             source.integer(f"{arch}.{stated}")
         config[key] = found
-    config["num_key_value_heads"] = source.optional_integer(f"{arch}.attention.head_count_kv")
+    config["num_key_value_heads"] = source.optional_integer(
+        f"{arch}.attention.head_count_kv", *((0,) if architecture.some_attention else ())
+    )
     for key, stated in (_NUMBERS | {**architecture.numbers}).items():
         config[key] = source.optional_number(f"{arch}.{stated}")
     config |= architecture.more(source)

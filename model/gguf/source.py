@@ -84,8 +84,12 @@ class Source:
             raise self._misfit(key, found, "a text")
         return found
 
-    def optional_integer(self, key: str) -> int | None:
+    def optional_integer(self, key: str, *ignored: int) -> int | None:
         """Return a whole number of the metadata; None if there is none. An array of equal numbers is one number.
+
+        Args:
+            key: of the metadata.
+            ignored: numbers that an array may have beside the equal ones.
 
         Raises:
             ModelFolderError: it is no whole number.
@@ -93,7 +97,7 @@ class Source:
         """
         found = self.find(key)
         if isinstance(found, Array):
-            values = set(self.array(key))
+            values = set(self.array(key)) - {*ignored}
             if len(values) > 1:
                 raise UnsupportedModelError(
                     f"{self.file}: {key} differs from layer to layer, which is not supported"

@@ -11,8 +11,9 @@ from kernels import detect
 from kernels.weight_format import LIBRARY_FORMATS, WeightFormat, unquantized
 from kernels.weights import Weight
 from model.network.initial_weights import initialize
-from model.network.layers import DecoderLayer, layer_formats, norm_dtype, stacked_rows
+from model.network.layers import DecoderLayer, layer_formats
 from model.network.matrix import Matrix
+from model.network.new_parameters import norm_dtype, stacked_rows
 from model.network.parallel import head_rows, shard, shard_network, shard_stacked
 from model.network.rope import RotaryEmbedding
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from model.network.layers import DecoderLayer, NewParameters
+    from torch import nn
+
     from model.network.mixers import GatedDelta, Mamba2, ShortConv
+    from model.network.new_parameters import NewParameters
 
 
-def add_short_conv(layer: DecoderLayer, mixer: ShortConv, new: NewParameters) -> None:
+def add_short_conv(layer: nn.Module, mixer: ShortConv, new: NewParameters) -> None:
     """Add the parameters of a gated short convolution."""
     _add_products(layer, mixer, new, input=mixer.bias, mixed=mixer.bias)
     layer.conv = new.vector(mixer.channels, mixer.width)
     layer.register_parameter("conv_bias", new.vector(mixer.channels) if mixer.bias else None)
 
 
-def add_gated_delta(layer: DecoderLayer, mixer: GatedDelta, new: NewParameters) -> None:
+def add_gated_delta(layer: nn.Module, mixer: GatedDelta, new: NewParameters) -> None:
     """Add the parameters of the gated delta rule."""
     _add_products(layer, mixer, new)
     layer.conv = new.vector(mixer.channels, mixer.width)
@@ -25,7 +27,7 @@ def add_gated_delta(layer: DecoderLayer, mixer: GatedDelta, new: NewParameters) 
     layer.gated_norm = new.vector(mixer.value_dim)
 
 
-def add_mamba2(layer: DecoderLayer, mixer: Mamba2, new: NewParameters) -> None:
+def add_mamba2(layer: nn.Module, mixer: Mamba2, new: NewParameters) -> None:
     """Add the parameters of Mamba-2."""
     _add_products(layer, mixer, new, input=mixer.bias, mixed=mixer.output_bias)
     layer.conv = new.vector(mixer.channels, mixer.width)
@@ -39,7 +41,7 @@ def add_mamba2(layer: DecoderLayer, mixer: Mamba2, new: NewParameters) -> None:
 
 
 def _add_products(
-    layer: DecoderLayer,
+    layer: nn.Module,
     mixer: ShortConv | GatedDelta | Mamba2,
     new: NewParameters,
     **biases: bool,

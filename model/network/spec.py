@@ -421,6 +421,19 @@ class Network:
         return tuple(mixer for mixer in mixers if isinstance(mixer, Attention))
 
     @property
+    def num_writing(self) -> int:
+        """Number of leading layers, after which each layer reads the keys and values of an earlier one.
+
+        Of a prompt, the layers after them need only the tokens whose logits are wanted.
+        """
+        last = -1
+        for index, layer in enumerate(self.layers):
+            mixer = layer.mixer
+            if not isinstance(mixer, Attention) or mixer.kv_layer is None:
+                last = index
+        return last + 1
+
+    @property
     def other_mixers(self) -> tuple[str, ...]:
         """The kinds of the other mixers."""
         kinds = (type(mixer) for layer in self.layers for mixer in layer.mixers)

@@ -15,14 +15,9 @@ from kernels.rope.pytorch import split_heads
 from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
 from model.errors import UnsupportedModelError
-from model.executors.attention import BoundAttention
-from model.executors.layers import (
-    BoundLayer,
-    Contexts,
-    Layers,
-    layer_forward,
-    run_layers,
-)
+from model.executors.layers.attention import BoundAttention
+from model.executors.layers.executor import Layers
+from model.executors.layers.forward import BoundLayer, Contexts, layer_forward, run_layers
 from model.network import spec
 from model.network.spec import ALL, Attention, Dense, Layer, Network, Norm, Rotary, unsupported
 from model.training.prepare import CONTEXT_LENGTH

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from model.executors import binder
-from model.executors import layers as executor
-from model.executors.binder import Product
-from model.executors.layers import MixerSpec
+from model.executors.layers import binder
+from model.executors.layers import tables as executor
+from model.executors.layers.binder import Product
+from model.executors.layers.network import MixerSpec
 from model.families import llama, table
 from model.families.family import Family
 from model.families.tensors import LLAMA

@@ -44,7 +44,7 @@ def planned(monkeypatch):
             counts[made.selection.spec.name] += 1
         return made
 
-    monkeypatch.setattr("model.executors.attention_plans.plan_attention", counted)
+    monkeypatch.setattr("model.executors.layers.attention_plans.plan_attention", counted)
     return counts
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-import model.executors.attention_plans
+import model.executors.layers.attention_plans
 from kernels.attention.registry import REGISTRY
 from model.decoder import DecoderLM
 from tests.gpu.test_single_launch_gpu import MODELS
@@ -37,7 +37,7 @@ def use_portable_rows(monkeypatch, device="cuda"):
         chosen.add(selection.spec.name)
         return plan(problem, batch, selection=selection)
 
-    monkeypatch.setattr(model.executors.attention_plans, "plan_attention", plan_portably)
+    monkeypatch.setattr(model.executors.layers.attention_plans, "plan_attention", plan_portably)
     return chosen
 
 

@@ -11,8 +11,8 @@ from kernels.rope.registry import TRITON
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.decoder import DecoderLM
-from model.executors import attention as model_attention
-from model.executors import layers as bound_network
+from model.executors.layers import attention as model_attention
+from model.executors.layers import bind as bound_network
 from model.hub.resolve import BUNDLED, resolve
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig

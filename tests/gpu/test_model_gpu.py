@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import kernels
-import model.executors.attention_plans
+import model.executors.layers.attention_plans
 import server.engine.runner.step.model_runner
 from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
@@ -162,7 +162,7 @@ def test_cascade_decode_gives_the_tokens_of_plain_decode(tokenizer, make_engine,
         return planned[-1]
 
     plan_attention = kernels.plan_attention
-    monkeypatch.setattr(model.executors.attention_plans, "plan_attention", recording)
+    monkeypatch.setattr(model.executors.layers.attention_plans, "plan_attention", recording)
     for is_faster in (False, True):
         monkeypatch.setattr(
             server.engine.runner.step.model_runner,

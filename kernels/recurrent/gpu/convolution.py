@@ -37,10 +37,10 @@ def load_inputs(x, at, channel, mask, C: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "num_prompts"])
 def convolve_prompts(
-    x, weight, bias, state, out, cu_seqlens, slots, rows, num_prompts, x_stride, out_stride,
+    x, weight, bias, state, out, cu_seqlens, slots, kept_slots, rows, num_prompts, x_stride, out_stride,
     state_stride,
     C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SEQS: tl.constexpr,
+    SILU: tl.constexpr, KEEPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
     """Convolve some channels of a tile of a prompt; program (tile, channels).
 
@@ -52,6 +52,7 @@ def convolve_prompts(
         out: [T, C] of the tokens of prompts.
         cu_seqlens: as in `Segments`.
         slots: likewise.
+        kept_slots: likewise, where KEEPS. A tile has one such token at most, since those of a prompt are CHUNK apart.
         TAPS: a power of two, at least W - 1.
     """
     prompt, first, length, tile = find_tile(cu_seqlens, num_prompts, tl.program_id(0), TOKENS, SEQS)
@@ -84,18 +85,55 @@ def convolve_prompts(
             total *= tl.load(x + at, mask=is_token, other=0.0).to(tl.float32)
         at = (first + token).to(tl.int64) * out_stride + channel
         tl.store(out + at, total.to(out.dtype.element_ty), mask=is_token)
+        if KEEPS:
+            each = tile * TOKENS + tl.arange(0, TOKENS)
+            kept = tl.load(kept_slots + first + each, mask=each < length, other=-1)
+            slot = tl.max(kept, 0).to(tl.int64)
+            if slot >= 0:
+                stop = tl.sum(tl.where(kept >= 0, each + 1, 0), 0)
+                kept_inputs = last_inputs(
+                    x, x_stride, old, read, stop, channel, exists, C, W, TAPS, GATED
+                )
+                store_inputs(state + slot * state_stride, kept_inputs, channel, exists, C, W, TAPS)
         if (tile == 0) & (write >= 0):
-            tap = tl.arange(0, TAPS)[:, None]
-            source = length - (W - 1) + tap
-            is_tap = exists & (tap < W - 1)
-            newest = load_inputs(
-                x, source.to(tl.int64) * x_stride, channel, is_tap & (source >= 0), C, GATED
-            )
-            of_state = is_tap & (source < 0) & (read >= 0)
-            newest += tl.load(old + (source + W - 1) * C, mask=of_state, other=0.0)
+            inputs = last_inputs(x, x_stride, old, read, length, channel, exists, C, W, TAPS, GATED)
             # All threads have read the state.
             tl.debug_barrier()
-            tl.store(state + write * state_stride + tap * C + channel, newest, mask=is_tap)
+            store_inputs(state + write * state_stride, inputs, channel, exists, C, W, TAPS)
+
+
+@triton.jit
+def last_inputs(
+    x, x_stride, old, read, stop, channel, exists,
+    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Load the last W - 1 inputs before token `stop` of a prompt, [TAPS, channels] float32, older ones from its state.
+
+    Args:
+        x: of the prompt's first token.
+        old: the channels of its state, the oldest input.
+        read: the slot of that; -1 for zeros.
+        stop: a number of tokens of the prompt.
+        channel: [1, channels].
+        exists: likewise.
+    """
+    tap = tl.arange(0, TAPS)[:, None]
+    source = stop - (W - 1) + tap
+    is_tap = exists & (tap < W - 1)
+    value = load_inputs(
+        x, source.to(tl.int64) * x_stride, channel, is_tap & (source >= 0), C, GATED
+    )
+    is_old = is_tap & (source < 0) & (read >= 0)
+    return value + tl.load(old + (source + W - 1) * C, mask=is_old, other=0.0)
+
+
+@triton.jit
+def store_inputs(
+    state, inputs, channel, exists, C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr
+):
+    """Store what `last_inputs` returns in the state of a slot."""
+    tap = tl.arange(0, TAPS)[:, None]
+    tl.store(state + tap * C + channel, inputs, mask=exists & (tap < W - 1))
 
 
 @triton.jit
@@ -170,10 +208,12 @@ def causal_conv_of_prompts(
     rows, tokens = segments.rows, len(out)
     if tokens == 0 or segments.num_prompts == 0:
         return
+    kept = segments.kept_slots
     tiles = tokens // TOKENS + segments.num_prompts
     convolve_prompts[tiles, triton.cdiv(channels, CHANNELS)](
-        x[rows:], weight, weight if bias is None else bias, state, out, segments.cu_seqlens, segments.slots, rows,
-        segments.num_prompts, x.stride(0), out.stride(0), state.stride(0),
-        C=channels, W=width, TAPS=taps(width), BIAS=bias is not None, GATED=gated, SILU=silu, TOKENS=TOKENS,
-        CHANNELS=CHANNELS, SEQS=sequences(segments.num_prompts), num_warps=4,
+        x[rows:], weight, weight if bias is None else bias, state, out, segments.cu_seqlens, segments.slots,
+        segments.slots if kept is None else kept, rows, segments.num_prompts, x.stride(0), out.stride(0),
+        state.stride(0),
+        C=channels, W=width, TAPS=taps(width), BIAS=bias is not None, GATED=gated, SILU=silu,
+        KEEPS=kept is not None, TOKENS=TOKENS, CHANNELS=CHANNELS, SEQS=sequences(segments.num_prompts), num_warps=4,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from kernels.recurrent.gpu.gated_delta_carry import carry_states, gated_norm
 from kernels.recurrent.gpu.gated_delta_step import gated_delta_step
 from kernels.recurrent.gpu.tiles import sequences
 from kernels.recurrent.problem import CHUNK
+from kernels.recurrent.pytorch import gated_delta as pytorch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +38,8 @@ _MOST_STAGES: Final = 3
 _LEVELS: Final = CHUNK.bit_length() - 1
 
 
-class GatedDelta:
-    """See `kernels.recurrent.segments.RecurrentKernel`.
+class GatedDelta(pytorch.GatedDelta):
+    """See `kernels.recurrent.segments.RecurrentKernel`. PyTorch computes whole sequences.
 
     Bits of a token depend on its sequence alone: programs of decode rows share nothing, and a prompt's blocks and the
     sizes of tiles do not depend on the other sequences.
@@ -49,20 +50,15 @@ class GatedDelta:
     """
 
     def __init__(self, shape: GatedDeltaShape, weights: RecurrentWeights) -> None:
-        assert weights.a_log is not None
-        assert weights.dt_bias is not None
-        assert weights.norm is not None
-        self.shape = shape
+        super().__init__(shape, weights)
         conv = weights.conv.t().contiguous()
         has_bias = weights.conv_bias is not None
         bias = weights.conv_bias if has_bias else conv
-        self._weights = conv, bias, weights.a_log, weights.dt_bias
-        self._norm = weights.norm
+        self._arguments = conv, bias, self._a_log, self._dt_bias
         self._arch = detect(conv.device)
         # Not made at a call, which may be recorded: it must hold zeros before the first replay.
-        self._arrivals = torch.zeros(
-            _MOST_ROWS * shape.num_key_heads, dtype=torch.int32, device=conv.device
-        )
+        counters = _MOST_ROWS * shape.num_key_heads if shape.num_heads > shape.num_key_heads else 1
+        self._arrivals = torch.zeros(counters, dtype=torch.int32, device=conv.device)
         self._sizes = {
             "H": shape.num_heads,
             "G": shape.num_key_heads,
@@ -109,7 +105,7 @@ class GatedDelta:
         keys = self._sizes["BK"]
         values = min(triton.next_power_of_2(shape.value_dim), max(1, _TILE // keys))
         gated_delta_step[shape.num_heads, len(projected)](
-            projected, gates, *self._weights, self._norm, conv_state, state, slots, out, self._arrivals,
+            projected, gates, *self._arguments, self._norm, conv_state, state, slots, out, self._arrivals,
             projected.stride(0), gates.stride(0), conv_state.stride(0), state.stride(0), shape.eps,
             shape.key_dim**-0.5,
             **self._sizes, **self._has_bias, BV=values, PARTS=triton.cdiv(shape.value_dim, values),
@@ -137,18 +133,20 @@ class GatedDelta:
             torch.empty((count, heads, 2, CHUNK, CHUNK), dtype=dtype, device=device),
             torch.empty((count, heads, FACTORS.value, CHUNK), dtype=torch.float32, device=device),
         )
+        keeps = segments.kept_slots is not None
+        kept = segments.kept_slots if keeps else segments.slots
         where = segments.cu_seqlens, segments.positions[segments.rows :], segments.slots
         counts = segments.rows, segments.num_prompts
         keys_of, values_of, squares, factors = blocks
         sizes = {"CHUNK": CHUNK, "SEQS": sequences(segments.num_prompts)}
-        conv, bias, *decay = self._weights
+        conv, bias, *decay = self._arguments
         convolve_heads[2 * groups + heads, count * (CHUNK // _ROWS)](
-            projected, conv, bias, conv_state, *where, keys_of, values_of, *counts, projected.stride(0),
+            projected, conv, bias, conv_state, *where, kept, keys_of, values_of, *counts, projected.stride(0),
             conv_state.stride(0), shape.key_dim**-0.5,
-            **self._sizes, **self._padded, **sizes, **self._has_bias, ROWS=_ROWS,
+            **self._sizes, **self._padded, **sizes, **self._has_bias, ROWS=_ROWS, KEEPS=keeps,
             num_warps=8,
         )  # fmt: skip
-        solve_blocks[groups, count](
+        solve_blocks[heads, count](
             gates, *decay, *where[:2], keys_of, squares, factors, segments.num_prompts, gates.stride(0),
             H=heads, G=groups, BK=keys, **sizes, LEVELS=_LEVELS,
             OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,
@@ -156,9 +154,9 @@ class GatedDelta:
         )  # fmt: skip
         slices = triton.cdiv(shape.value_dim, self._slice)
         carry_states[slices, heads, segments.num_prompts](
-            projected, conv_state, state, *where, *blocks, out, *counts, projected.stride(0), conv_state.stride(0),
-            state.stride(0),
-            **self._sizes, **self._padded, **sizes, SLICE=self._slice,
+            projected, conv_state, state, *where, kept, *blocks, out, *counts,
+            projected.stride(0), conv_state.stride(0), state.stride(0),
+            **self._sizes, **self._padded, **sizes, SLICE=self._slice, KEEPS=keeps,
             CHANNELS=triton.next_power_of_2(triton.cdiv(shape.channels, slices * heads)), **self._carry_launch(dtype),
         )  # fmt: skip
         vectors = max(1, _VECTORS // values)

@@ -6,6 +6,8 @@ values, the inverse of its triangular system, the scores of its queries, and the
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 
@@ -13,6 +15,11 @@ from kernels.gpu.functions import silu
 from kernels.recurrent.gpu.gated_delta_step import load_gates, unit
 from kernels.recurrent.gpu.tiles import find_block
 
+PRECISION = tl.constexpr("tf32x3")
+"""Of products of float32: three products of tensor cores, since one outside them keeps its operands in registers, and
+takes minutes to compile."""
+INDICES: Final = ["cu_seqlens", "positions", "slots", "kept_slots"]
+"""Arguments whose alignment depends on the decode rows of a step; no wide loads depend on it."""
 FACTORS = tl.constexpr(3)
 """Vectors of a block and head: beta, the decays from the block's begin to each token, and from there to its end."""
 
@@ -55,6 +62,33 @@ def convolve_tile(
 
 
 @triton.jit
+def replace_last_inputs(
+    x, x_stride, length, before, after, has_state, channel, exists, C: tl.constexpr, W: tl.constexpr
+):
+    """Write the last W - 1 inputs of some channels after a prompt, or a part of it; no other program reads `after`.
+
+    Args:
+        x: [length, C], of the prompt.
+        before: [W - 1, C] float32.
+        after: likewise, maybe the same.
+        has_state: whether `before` is read.
+        channel: which.
+        exists: which of them exist.
+    """
+    for tap in tl.static_range(W - 1):
+        at = length - (W - 1) + tap
+        value = tl.load(
+            x + at.to(tl.int64) * x_stride + channel, mask=exists & (at >= 0), other=0.0
+        )
+        kept = tl.load(
+            before + (at + W - 1) * C + channel, mask=exists & (at < 0) & has_state, other=0.0
+        )
+        # All threads have loaded what is replaced here: the inputs kept move forward.
+        tl.debug_barrier()
+        tl.store(after + tap * C + channel, value.to(tl.float32) + kept, mask=exists)
+
+
+@triton.jit
 def invert(lower, C: tl.constexpr, LEVELS: tl.constexpr, OPERANDS: tl.constexpr):
     """Return the inverse of a unit lower triangular matrix, [C, C], C = 2^LEVELS, from what is below its diagonal.
 
@@ -75,17 +109,18 @@ def invert(lower, C: tl.constexpr, LEVELS: tl.constexpr, OPERANDS: tl.constexpr)
         inside = (row >> level != column >> level) & (row >> level + 1 == column >> level + 1)
         between = tl.where(inside, lower, 0.0)
         before = inverse.to(OPERANDS)
-        product = tl.dot(before, between.to(OPERANDS), input_precision="tf32x3")
-        inverse -= tl.dot(product.to(OPERANDS), before, input_precision="tf32x3")
+        product = tl.dot(before, between.to(OPERANDS), input_precision=PRECISION)
+        inverse -= tl.dot(product.to(OPERANDS), before, input_precision=PRECISION)
     return inverse
 
 
-@triton.jit(do_not_specialize=["rows", "num_prompts"])
+@triton.jit(do_not_specialize=["rows", "num_prompts"], do_not_specialize_on_alignment=INDICES)
 def convolve_heads(
-    projected, conv, bias, conv_state, cu_seqlens, positions, slots, keys, values, rows, num_prompts, projected_stride,
-    conv_stride, scale,
+    projected, conv, bias, conv_state, cu_seqlens, positions, slots, kept_slots, keys, values, rows, num_prompts,
+    projected_stride, conv_stride, scale,
     H: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, CHUNK: tl.constexpr, SEQS: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Convolve one head of queries, keys or values in ROWS tokens of a block; program (head of 2 G + H, tokens).
 
@@ -96,6 +131,7 @@ def convolve_heads(
         conv_state: [S, W - 1, C] float32, of any distance between slots.
         cu_seqlens, slots: as in `Segments`.
         positions: of the tokens of prompts.
+        kept_slots: [T], of the tokens of prompts, where KEEPS; see `Segments`.
         keys: [N, 2, G, CHUNK, BK], queries and keys, normalized; those of tokens past the prompt's or the block's end
             are 0, as are values of such tokens.
         values: [N, H, CHUNK, BV].
@@ -117,7 +153,14 @@ def convolve_heads(
         # The first block has fewer tokens if the prompt begins within one.
         place = tl.maximum(block * CHUNK - begin, 0) + token
         is_begin = (tl.min(place, 0) < W - 1) & (read >= 0)
-        is_token = place < tl.minimum((block + 1) * CHUNK - begin, length)
+        end = tl.minimum((block + 1) * CHUNK - begin, length)
+        is_token = place < end
+        kept = tl.cast(-1, tl.int64)
+        if KEEPS:
+            kept = tl.load(kept_slots + first + end - 1).to(tl.int64)
+        after = conv_state + kept * conv_stride
+        # One program of those of a block and head.
+        keeps = (kept >= 0) & (tl.program_id(1) % (CHUNK // ROWS) == 0)
         if head < 2 * G:
             key = tl.arange(0, BK)
             k = convolve_tile(
@@ -128,6 +171,19 @@ def convolve_heads(
             at = (number * (2 * G) + head).to(tl.int64) * (CHUNK * BK)
             at_key = at + token[:, None] * BK + key[None, :]
             tl.store(keys + at_key, k.to(keys.dtype.element_ty))
+            if keeps:
+                replace_last_inputs(
+                    x,
+                    projected_stride,
+                    end,
+                    before,
+                    after,
+                    read >= 0,
+                    head * DK + key,
+                    key < DK,
+                    C,
+                    W,
+                )
         else:
             value = tl.arange(0, BV)
             v = convolve_tile(
@@ -137,15 +193,20 @@ def convolve_heads(
             at = (number * H + head - 2 * G).to(tl.int64) * (CHUNK * BV)
             at_value = at + token[:, None] * BV + value[None, :]
             tl.store(values + at_value, v.to(values.dtype.element_ty))
+            if keeps:
+                replace_last_inputs(
+                    x, projected_stride, end, before, after, read >= 0, 2 * G * DK + (head - 2 * G) * DV + value,
+                    value < DV, C, W,
+                )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_prompts"])
+@triton.jit(do_not_specialize=["num_prompts"], do_not_specialize_on_alignment=INDICES)
 def solve_blocks(
     gates, a_log, dt_bias, cu_seqlens, positions, keys, squares, factors, num_prompts, gates_stride,
     H: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     SEQS: tl.constexpr, OPERANDS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scores and the inverse of the heads of one key head in one block; program (key head, block).
+    """Compute the scores and the inverse of one head in one block; program (head, block).
 
     Args:
         gates: [T, b | a], of the tokens of prompts.
@@ -157,7 +218,7 @@ def solve_blocks(
         LEVELS: CHUNK = 2^LEVELS.
         OPERANDS: of `invert`.
     """
-    group = tl.program_id(0)
+    head = tl.program_id(0)
     number = tl.program_id(1)
     prompt, first, length, block, begin = find_block(
         cu_seqlens, positions, num_prompts, number, CHUNK, SEQS
@@ -167,33 +228,31 @@ def solve_blocks(
         place = tl.maximum(block * CHUNK - begin, 0) + token
         is_token = place < tl.minimum((block + 1) * CHUNK - begin, length)
         key = tl.arange(0, BK)
-        at = (number * (2 * G) + group).to(tl.int64) * (CHUNK * BK)
+        at = (number * (2 * G) + head // (H // G)).to(tl.int64) * (CHUNK * BK)
         at_key = keys + at + token[:, None] * BK + key[None, :]
         dtype: tl.constexpr = keys.dtype.element_ty
         q = tl.load(at_key)
         k = tl.load(at_key + G * (CHUNK * BK))
-        kk = tl.dot(k, tl.trans(k), input_precision="tf32x3")
-        qk = tl.dot(q, tl.trans(k), input_precision="tf32x3")
-        for i in tl.static_range(H // G):
-            head = group * (H // G) + i
-            address = gates + (first + place).to(tl.int64) * gates_stride
-            g, beta = load_gates(address, a_log, dt_bias, head, is_token, H)
-            # Sums of strong decays differ by weak ones, so they need more digits than float32 has.
-            total = tl.cumsum(g.to(tl.float64), 0)
-            high = total.to(tl.float32)
-            low = (total - high.to(tl.float64)).to(tl.float32)
-            it = (number * H + head).to(tl.int64)
-            end_high = tl.sum(tl.where(token == CHUNK - 1, high, 0.0), 0)
-            end_low = tl.sum(tl.where(token == CHUNK - 1, low, 0.0), 0)
-            factor = factors + it * (FACTORS * CHUNK) + token
-            tl.store(factor, beta)
-            tl.store(factor + CHUNK, tl.exp(high))
-            tl.store(factor + 2 * CHUNK, tl.exp((end_high - high) + (end_low - low)))
-            causal = token[:, None] >= token[None, :]
-            distance = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-            between = tl.where(causal, tl.exp(tl.where(causal, distance, 0.0)), 0.0)
-            square = squares + it * (2 * CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :]
-            tl.store(square, (qk * between).to(dtype))
-            lower = tl.where(token[:, None] > token[None, :], beta[:, None] * kk * between, 0.0)
-            inverse = invert(lower, CHUNK, LEVELS, OPERANDS)
-            tl.store(square + CHUNK * CHUNK, inverse.to(dtype))
+        kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        address = gates + (first + place).to(tl.int64) * gates_stride
+        g, beta = load_gates(address, a_log, dt_bias, head, is_token, H)
+        # Sums of strong decays differ by weak ones, so they need more digits than float32 has.
+        total = tl.cumsum(g.to(tl.float64), 0)
+        high = total.to(tl.float32)
+        low = (total - high.to(tl.float64)).to(tl.float32)
+        it = (number * H + head).to(tl.int64)
+        end_high = tl.sum(tl.where(token == CHUNK - 1, high, 0.0), 0)
+        end_low = tl.sum(tl.where(token == CHUNK - 1, low, 0.0), 0)
+        factor = factors + it * (FACTORS * CHUNK) + token
+        tl.store(factor, beta)
+        tl.store(factor + CHUNK, tl.exp(high))
+        tl.store(factor + 2 * CHUNK, tl.exp((end_high - high) + (end_low - low)))
+        causal = token[:, None] >= token[None, :]
+        distance = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+        between = tl.where(causal, tl.exp(tl.where(causal, distance, 0.0)), 0.0)
+        square = squares + it * (2 * CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :]
+        tl.store(square, (qk * between).to(dtype))
+        lower = tl.where(token[:, None] > token[None, :], beta[:, None] * kk * between, 0.0)
+        inverse = invert(lower, CHUNK, LEVELS, OPERANDS)
+        tl.store(square + CHUNK * CHUNK, inverse.to(dtype))

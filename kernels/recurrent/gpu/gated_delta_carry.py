@@ -6,44 +6,22 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.functions import silu
-from kernels.recurrent.gpu.gated_delta_blocks import FACTORS
+from kernels.recurrent.gpu.gated_delta_blocks import (
+    FACTORS,
+    INDICES,
+    PRECISION,
+    replace_last_inputs,
+)
 from kernels.recurrent.gpu.tiles import list_blocks
 
 
-@triton.jit
-def replace_last_inputs(
-    x, x_stride, length, before, after, has_state, channel, exists, C: tl.constexpr, W: tl.constexpr
-):
-    """Write the last W - 1 inputs of some channels after a prompt; all programs have read those before.
-
-    Args:
-        x: [length, C], of the prompt.
-        before: [W - 1, C] float32.
-        after: likewise, maybe the same.
-        has_state: whether `before` is read.
-        channel: which.
-        exists: which of them exist.
-    """
-    for tap in tl.static_range(W - 1):
-        at = length - (W - 1) + tap
-        value = tl.load(
-            x + at.to(tl.int64) * x_stride + channel, mask=exists & (at >= 0), other=0.0
-        )
-        kept = tl.load(
-            before + (at + W - 1) * C + channel, mask=exists & (at < 0) & has_state, other=0.0
-        )
-        # All threads have loaded what is replaced here: the inputs kept move forward.
-        tl.debug_barrier()
-        tl.store(after + tap * C + channel, value.to(tl.float32) + kept, mask=exists)
-
-
-@triton.jit(do_not_specialize=["rows", "num_prompts"])
+@triton.jit(do_not_specialize=["rows", "num_prompts"], do_not_specialize_on_alignment=INDICES)
 def carry_states(
-    projected, conv_state, state, cu_seqlens, positions, slots, keys, values, squares, factors, out, rows, num_prompts,
-    projected_stride, conv_stride, state_stride,
+    projected, conv_state, state, cu_seqlens, positions, slots, kept_slots, keys, values, squares, factors, out, rows,
+    num_prompts, projected_stride, conv_stride, state_stride,
     H: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, SLICE: tl.constexpr, CHUNK: tl.constexpr, SEQS: tl.constexpr, CHANNELS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Compute SLICE values of one head of a prompt, block after block; program (slice, head, prompt).
 
@@ -53,6 +31,7 @@ def carry_states(
         projected: [T, q | k | v | z], of the tokens of prompts.
         conv_state, state, slots, cu_seqlens, positions, keys, values, squares, factors: as of `convolve_heads` and
             `solve_blocks`.
+        kept_slots: [T], of the tokens of prompts, where KEEPS; see `Segments`.
         out: [T, H, DV], of the tokens of prompts, before the norm.
         rows, num_prompts: R and Q of the step.
     """
@@ -97,19 +76,23 @@ def carry_states(
         remaining = tl.load(factor + 2 * CHUNK + token)
         whole = tl.load(factor + 2 * CHUNK - 1)
         rounded = carried.to(dtype)
-        known = tl.dot(k, rounded, input_precision="tf32x3")
+        known = tl.dot(k, rounded, input_precision=PRECISION)
         wanted = beta[:, None] * (wanted.to(tl.float32) - decay[:, None] * known)
-        new = tl.dot(inverse, wanted.to(dtype), input_precision="tf32x3")
-        o = tl.dot(q, rounded, input_precision="tf32x3") * decay[:, None]
-        o = tl.dot(scores, new.to(dtype), o, input_precision="tf32x3")
+        new = tl.dot(inverse, wanted.to(dtype), input_precision=PRECISION)
+        o = tl.dot(q, rounded, input_precision=PRECISION) * decay[:, None]
+        o = tl.dot(scores, new.to(dtype), o, input_precision=PRECISION)
         new = (new * remaining[:, None]).to(dtype)
-        carried = tl.dot(tl.trans(k), new, carried * whole, input_precision="tf32x3")
+        carried = tl.dot(tl.trans(k), new, carried * whole, input_precision=PRECISION)
         place = tl.maximum(block * CHUNK - begin, 0) + token
-        is_token = place < tl.minimum((block + 1) * CHUNK - begin, length)
+        end = tl.minimum((block + 1) * CHUNK - begin, length)
+        is_token = place < end
         at_out = ((first + place).to(tl.int64)[:, None] * H + head) * DV + value[None, :]
         tl.store(
             out + at_out, o.to(out.dtype.element_ty), mask=is_token[:, None] & (value < DV)[None, :]
         )
+        if KEEPS:
+            kept = tl.load(kept_slots + first + end - 1).to(tl.int64)
+            tl.store(state + kept * state_stride + at_state, carried, mask=exists & (kept >= 0))
         pair += G * (2 * CHUNK * BK)
         square += H * (2 * CHUNK * CHUNK)
         v += H * (CHUNK * BV)

@@ -140,12 +140,10 @@ def gated_delta_step(
     source = state + read * state_stride + head * (DK * DV)
     target = state + write * state_stride + head * (DK * DV)
     value = tl.arange(0, BV)
-    if PARTS == 1:
-        # The first loads, since they take longest.
-        tile = tl.load(
-            source + key * DV + value[None, :],
-            mask=(key < DK) & (value < DV)[None, :] & has_state, other=0.0,
-        )  # fmt: skip
+    # The first loads, since they take longest.
+    tile = tl.load(
+        source + key * DV + value[None, :], mask=(key < DK) & (value < DV)[None, :] & has_state, other=0.0
+    )  # fmt: skip
     is_key = place < DK
     q_channel = group * DK + place
     k_channel = (G + group) * DK + place
@@ -154,6 +152,10 @@ def gated_delta_step(
     q = unit(q, 0) * scale
     k = unit(k, 0)
     kq = tl.sum(k * q, 0)
+    replaces = write >= 0
+    if H > G:
+        # While the state is loaded.
+        replaces &= is_last(arrivals + row * G + group, H // G)
     g, beta = load_gates(gates + row * gates_stride, a_log, dt_bias, head, True, H)
     decay = tl.exp(g)
     squares = 0.0
@@ -162,7 +164,7 @@ def gated_delta_step(
             at = part * BV + value
             is_value = at < DV
             exists = (key < DK) & is_value[None, :]
-            if PARTS > 1:
+            if again + part > 0:
                 tile = tl.load(source + key * DV + at[None, :], mask=exists & has_state, other=0.0)
             channel = 2 * G * DK + head * DV + at
             v = convolve_row(x, conv, bias, before, has_state, channel, is_value, C, W, TAPS, BIAS)
@@ -188,7 +190,6 @@ def gated_delta_step(
             at = part * BV + value
             channel = 2 * G * DK + head * DV + at
             replace_inputs(x, before, after, has_state, channel, at < DV, C, W)
-    last = is_last(arrivals + row * G + group, H // G)
-    if last & (write >= 0):
+    if replaces:
         replace_inputs(x, before, after, has_state, q_channel, is_key, C, W)
         replace_inputs(x, before, after, has_state, k_channel, is_key, C, W)

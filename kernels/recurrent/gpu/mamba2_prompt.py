@@ -116,9 +116,11 @@ def prepare_blocks(
 
 @triton.jit(do_not_specialize=["rows", "num_prompts"])
 def scan_blocks(
-    mixed, z, scores, decays, d, state, out, cu_seqlens, positions, slots, rows, num_prompts, z_stride, state_stride,
+    mixed, z, scores, decays, d, state, out, cu_seqlens, positions, slots, kept_slots, rows, num_prompts,
+    z_stride, state_stride,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GATED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, SEQS: tl.constexpr, STAGES: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Compute some elements of a head of one prompt, block by block; program (part of all heads, prompt).
 
@@ -129,6 +131,7 @@ def scan_blocks(
         decays: likewise.
         d: [H] float32.
         state: [S, H, P, N] float32, slots at any distance.
+        kept_slots: as in `Segments`, where KEEPS.
         out: [T, H * P] of the tokens of prompts; with the gate where GATED, and without the norm.
     """
     PARTS: tl.constexpr = (P + ROWS - 1) // ROWS
@@ -193,6 +196,11 @@ def scan_blocks(
             b = tl.load(tokens + of_b, mask=exists & is_n[None, :], other=0.0)
             h *= tl.load(decay + 3 * CHUNK - 1)
             h = tl.dot(b.T, (wide * weight[:, None]).to(dtype), h, input_precision="ieee")
+            if KEEPS:
+                end = tl.minimum(place + CHUNK, length)
+                slot = tl.load(kept_slots + first + end - 1).to(tl.int64)
+                if slot >= 0:
+                    tl.store(state + slot * state_stride + tile, h, mask=is_tile)
         tl.store(state + write * state_stride + tile, h, mask=is_tile & (write >= 0))
 
 
@@ -275,13 +283,13 @@ def mamba2_prompts(
         prompts, z.stride(0), *shape.dt_limits,
         INNER=inner, DEPTH=min(depth, columns), HEADS=_HEADS, num_warps=4, **sizes,
     )  # fmt: skip
-    kind = norm_kind(shape)
+    kind, kept = norm_kind(shape), segments.kept_slots
     rows = min(most_rows, _STATE // columns, max(16, triton.next_power_of_2(shape.head_dim)))
     scan_blocks[heads * triton.cdiv(shape.head_dim, rows), prompts](
-        mixed, z, scores, decays, weights.d, state, out, segments.cu_seqlens, positions, segments.slots, segments.rows,
-        prompts, z.stride(0), state.stride(0),
+        mixed, z, scores, decays, weights.d, state, out, segments.cu_seqlens, positions, segments.slots,
+        segments.slots if kept is None else kept, segments.rows, prompts, z.stride(0), state.stride(0),
         P=shape.head_dim, GATED=kind != NORM_BEFORE_GATE.value, ROWS=rows, COLUMNS=columns,
-        STAGES=_stages(columns, out), num_warps=8, **sizes,
+        STAGES=_stages(columns, out), KEEPS=kept is not None, num_warps=8, **sizes,
     )  # fmt: skip
     if shape.eps is not None:
         normalize_tokens[tokens, groups](

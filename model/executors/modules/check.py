@@ -13,7 +13,7 @@ import torch
 
 from kernels import PagedBatch
 from model.device.kv_cache import KVCache
-from model.executors.attention_plans import attention_planner
+from model.executors.layers.attention_plans import attention_planner
 from model.executors.modules.interface import STEPS, unsupported
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import torch
 from kernels.rope import registry as rope
 from kernels.sampling.tokens import known_ids
 from kernels.selection import VectorProblem, reasons, select_vector
-from model.executors.attention import PagedAttention
-from model.executors.attention_plans import attention_planner
 from model.executors.columns import Want
 from model.executors.executor import ExecutorOfState, ExecutorSpec
+from model.executors.layers.attention import PagedAttention
+from model.executors.layers.attention_plans import attention_planner
 from model.executors.modules.interface import AttentionCall, receiving
 from model.executors.scores import prompt_scores
 from model.executors.step import StepOutput
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from model.device.kv_cache import KVCache
-    from model.executors.attention_plans import AttentionMetadata
     from model.executors.columns import Bucket
     from model.executors.executor import Bindings, ModelProblem
+    from model.executors.layers.attention_plans import AttentionMetadata
     from model.executors.step import StepInput
     from model.network.parameters import DecoderParameters
 

@@ -221,8 +221,12 @@ def _activations(network: Network, element: int, limits: SchedulerConfig) -> int
     """Estimate the tensors of the largest step that exist at the same time.
 
     Of a token: the residual stream and its addend, the normed input, queries, keys and values, the attention's output,
-    and the MLP's two products and their gate. Of a row of logits: the logits, and two float32 copies for sampling.
+    and the MLP's two products and their gate; other residual streams and per-layer inputs. Of a row of logits: the
+    logits, and two float32 copies for sampling.
     """
+    streams, table = network.streams, network.per_layer
+    shared = 0 if streams is None else 2 * streams.count * network.hidden
+    shared += 0 if table is None else 3 * len(network.layers) * table.size
 
     def of_token(layer: Layer) -> int:
         values = 3 * network.hidden + 3 * layer.mlp.inner
@@ -231,7 +235,7 @@ def _activations(network: Network, element: int, limits: SchedulerConfig) -> int
             values += heads * layer.mixer.head_dim
         return values
 
-    values = max(of_token(layer) for layer in dict.fromkeys(network.layers))
+    values = shared + max(of_token(layer) for layer in dict.fromkeys(network.layers))
     rows = limits.max_num_seqs * network.vocab * (element + 2 * 4)
     return limits.prefill_budget * values * element + rows
 

@@ -117,7 +117,8 @@ class SequenceAccount:
 class Accounting:
     """Owns the engine's totals, and charges sequences for steps and blocks. Part of the scheduler.
 
-    Every sequence of the batch has at least one token in every step from the one that admitted it on. A sequence that
+    Every sequence of the batch is charged for at least one token of every step from the one that admitted it on;
+    `StepCharges` corrects that for a step in which a sequence has none. A sequence that
     leaves the batch while a step with its tokens is in flight is charged for that step when it ends: a preempted
     sequence in its account, an ended one in the total of its outcome only. The figures that an ended sequence reports
     then include an estimate, at the price of the step before.

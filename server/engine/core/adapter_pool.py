@@ -204,6 +204,11 @@ class AdapterPool:
             self._wait(sequence)
 
     @property
+    def is_full(self) -> bool:
+        """Whether sequences hold all slots."""
+        return not self._free and len(self._holders) == len(self._slots)
+
+    @property
     def running(self) -> list[str]:
         """Names of adapters of sequences that may run, each once and at most `MAX_LISTED_ADAPTERS`."""
         return sorted({_adapter(it).name for it in self._held.values()})[:MAX_LISTED_ADAPTERS]

@@ -36,7 +36,7 @@ from server.engine.core.request_checks import (
     check_request,
 )
 from server.engine.core.results.step_events import StepEvents
-from server.engine.core.results.step_retry import STEP_FAILED, fail_step, retry_step
+from server.engine.core.results.step_retry import STEP_FAILED, error_text, retry_step
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import PromptLogprobs
 
@@ -253,6 +253,7 @@ class Engine:
     def _launch(self) -> _Step | None:
         """Schedule and launch a step; return None if all remaining work is in flight."""
         self._scheduler.accounting.now = launched = time.monotonic()
+        self._scheduler.waits_for_slots = bool(self._adapters and self._adapters.is_full)
         output = self._scheduler.schedule()
         if late := self._scheduler.take_late():
             self._publish(StepEvents(late), [], {})
@@ -307,7 +308,7 @@ class Engine:
     def _book_again(self, step: _Step, error: Exception | None) -> None:
         """Compute a step that has no results again; only the sequences that make it fail end with an error.
 
-        All of them end if the step cannot be computed again.
+        Where a step cannot be computed again, because it has replaced states, all of them begin again at snapshots.
 
         The launched step has read tokens, keys and values of this one, so it has to be computed again as well.
 
@@ -329,11 +330,11 @@ class Engine:
                 events = self._scheduler.fail(output, STEP_FAILED, seconds)
                 self._publish(events, step.started, {})
                 raise error
+        if not self._scheduler.repeats_steps:
+            self._begin_again(step, error)
+            return
         with self._scheduler.not_started(output) as rows:
-            if self._scheduler.repeats_steps:
-                retried = retry_step(self._runner, output.step, rows, self.progress)
-            else:
-                retried = fail_step(rows, error)
+            retried = retry_step(self._runner, output.step, rows, self.progress)
         seconds = self._device_seconds(step)
         prompts = self._collect_prompt_logprobs(output, retried.prompt_logprobs)
         events = self._scheduler.commit_parts(output, retried.results, seconds)
@@ -341,10 +342,32 @@ class Engine:
         if retried.error is None:
             self._num_without_success = 0
             return
+        self._note_without_success(retried.error, is_broken=retried.is_broken)
+
+    def _begin_again(self, step: _Step, error: Exception | None) -> None:
+        """Preempt the sequences of a step that failed; one that makes steps fail alone ends with an error.
+
+        Args:
+            step: the step.
+            error: see `_book_again`.
+
+        Raises:
+            Exception: as `_book_again`.
+        """
+        seconds, reason = self._device_seconds(step), error_text(error)
+        events = self._scheduler.begin_again(
+            step.output, reason, seconds, is_cause=error is not None
+        )
+        self._publish(events, step.started, {})
+        if error is not None and events.ended:
+            self._note_without_success(error)
+
+    def _note_without_success(self, error: Exception, *, is_broken: bool = False) -> None:
+        """Count a step of which nothing could be computed; raise its error if there were too many."""
         self._num_without_success += 1
-        if retried.is_broken or self._num_without_success >= _MOST_FAILED_STEPS:
+        if is_broken or self._num_without_success >= _MOST_FAILED_STEPS:
             log.critical("the engine ends: its model cannot be computed any more")
-            raise retried.error
+            raise error
 
     def _device_seconds(self, step: _Step) -> float:
         """Return the device time of a step whose results have just arrived.

@@ -136,11 +136,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         num_reserved_tokens: tokens that the running sequences have if all reach their limits.
         num_free_places: sequences that can be admitted before another one ends; 0 if blocks are short.
         num_prefill_tokens: tokens of the prompts of running sequences that are not computed yet.
-        waiting_by_length: sequences in the queue by `waiting_queue.length_class`; empty if none waits.
+        num_waiting_for_slots: sequences that wait until others release the slot of an adapter; 0 while one is free.
+        waiting_by_length: sequences that wait by `length_counts.length_class`, those for a slot included; empty if none
+            waits.
         waiting_tokens_by_length: tokens of their prompts.
         waiting_output_by_length: tokens that they will probably generate.
         prompt_rate: prompt tokens computed per second when steps are full; 0.0 until that was measured.
-        output_rate: tokens generated per second while sequences wait for a place; 0.0 until that was measured.
+        output_rate: tokens generated per second while sequences wait for a place or a slot; 0.0 until it was measured.
         output_means: mean numbers of tokens that sequences have generated; see `expected_output.OutputMeans`.
         num_failed_steps: steps that had to be computed again, because they raised an error.
         num_invariant_violations: contradictions that the engine found in its own bookkeeping while it was idle.
@@ -181,6 +183,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_reserved_tokens: int = 0
     num_free_places: int = 0
     num_prefill_tokens: int = 0
+    num_waiting_for_slots: int = 0
     waiting_by_length: list[int] = []
     waiting_tokens_by_length: list[int] = []
     waiting_output_by_length: list[int] = []
@@ -210,8 +213,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 _GAUGES = {
     "num_snapshots", "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage",
-    "num_reserved_tokens", "num_free_places", "num_prefill_tokens", "waiting_by_length", "waiting_tokens_by_length",
-    "waiting_output_by_length", "prompt_rate", "output_rate", "output_means", "running_adapters", "waiting_adapters",
+    "num_reserved_tokens", "num_free_places", "num_prefill_tokens", "num_waiting_for_slots", "waiting_by_length",
+    "waiting_tokens_by_length", "waiting_output_by_length", "prompt_rate", "output_rate", "output_means",
+    "running_adapters", "waiting_adapters",
 }  # fmt: skip
 _COUNTERS = tuple(
     n for n in EngineStats.__struct_fields__ if n not in _GAUGES | {"engine", "totals"}

@@ -115,6 +115,7 @@ class StatsReporter:
             others |= {
                 "running_adapters": adapters.running,
                 "waiting_adapters": adapters.waiting,
+                "num_waiting_for_slots": len(adapters) if adapters.is_full else 0,
                 "num_adapter_reads": adapters.num_reads,
                 "num_adapter_loads": adapters.num_writes,
                 "num_adapter_evictions": adapters.num_evictions,

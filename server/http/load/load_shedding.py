@@ -11,6 +11,9 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+
+from server.engine.core.messages import MAX_LISTED_ADAPTERS
 from server.engine.core.queue.expected_output import expected_output
 from server.engine.core.queue.length_counts import MAX_LENGTH_CLASSES, length_class
 from server.engine.link.protocol import EngineState
@@ -47,6 +50,9 @@ class LoadShedding:
     own computation begins: an idle engine accepts every request. Until a rate was measured, nothing is refused for
     its wait. Priorities are not considered.
 
+    If sequences hold all slots for adapters, a request for an adapter without a slot waits until others have ended,
+    although there are places; those that wait so hold up no other requests.
+
     The engine serves clients by turns, so the queue of another client delays a prompt by no more than the queue of its
     own client does: of several clients, each expects to wait for as many times what it has queued itself.
 
@@ -78,6 +84,7 @@ class LoadShedding:
         info: EngineInfo,
         deadline: float | None = None,
         client: str = "",
+        adapter: str | None = None,
     ) -> None:
         """Count sequences as submitted, or refuse them. Call directly before they are submitted.
 
@@ -86,6 +93,7 @@ class LoadShedding:
             info: reported by the running engine.
             deadline: when the request ends, `time.monotonic` seconds; None for never.
             client: who asks.
+            adapter: name of the sequences' adapter; None for none.
 
         Raises:
             OverloadedError: the prompts would wait too long, or wait until the deadline.
@@ -94,7 +102,7 @@ class LoadShedding:
             return  # requests wait for another engine process, which has no queue; admission bounds their number
         stats = self._update()
         if stats.waiting_by_length or stats.num_prefill_tokens or self._recent or self._previous:
-            self._check(lengths, info, stats, deadline, client)
+            self._check(lengths, info, _before(stats, adapter), deadline, client)
         for length, limit in lengths:
             self._recent.add(length, expected_output(limit, stats.output_means))
         self._steps_seen = stats.num_steps
@@ -267,6 +275,18 @@ class _Lengths:
 def _waiting(stats: EngineStats) -> tuple[list[int], list[int], list[int]]:
     """Return the fields of `_Queue` of the engine's queue, by `length_class`."""
     return (stats.waiting_by_length, stats.waiting_tokens_by_length, stats.waiting_output_by_length)
+
+
+def _before(stats: EngineStats, adapter: str | None) -> EngineStats:
+    """Return statistics with the places that are free for a request with an adapter, or for one without."""
+    if not stats.num_waiting_for_slots:
+        return stats
+    free = 0
+    has_slot = adapter in stats.running_adapters and adapter not in stats.waiting_adapters
+    # Of more adapters the names are not known.
+    if adapter is None or has_slot or len(stats.running_adapters) >= MAX_LISTED_ADAPTERS:
+        free = stats.num_free_places + stats.num_waiting_for_slots
+    return msgspec.structs.replace(stats, num_free_places=free)
 
 
 def _seconds_of_ends(ends: int, queue: _Queue, stats: EngineStats) -> float:

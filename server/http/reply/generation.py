@@ -117,7 +117,8 @@ class Generation:
             for prompt in prompts
             for _ in range(completions_per_prompt)
         ]
-        context.shedding.admit(lengths, context.engine_info(), deadline, request.client)
+        adapter = None if request.adapter is None else request.adapter.name
+        context.shedding.admit(lengths, context.engine_info(), deadline, request.client, adapter)
         if options.receipt:
             self._receipt = PendingReceipt(
                 context.weights,

@@ -361,8 +361,10 @@ def test_few_adapters_are_written_between_two_steps_of_running_sequences(monkeyp
     for number, name in enumerate("cd", 2):
         it.add(sequence(number, name))
     assert [len(ready(it)) for _ in range(2)] == [0, 1]
+    assert not it.is_full
     assert it.add(sequence(4, "a")), "no slot drains, for d gets a free one"
     assert [len(ready(it)) for _ in range(2)] == [1, 0]
+    assert it.is_full
 
 
 def test_waiting_sequences_are_counted_by_the_lengths_of_their_prompts():

@@ -502,7 +502,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = range(sequence.num_prompt_tokens)
         assert usage.num_computed_prompt_tokens == len(bills.computed[request_id] & set(prompt))
         assert usage.num_cached_prompt_tokens == len(bills.cached[request_id] & set(prompt))
-        assert usage.num_recomputed_tokens == bills.recomputed[request_id]
+        # After a lost step that cannot be repeated, the token in flight may have been computed before.
+        most = 0 if self.scheduler.repeats_steps else in_flight
+        assert 0 <= usage.num_recomputed_tokens - bills.recomputed[request_id] <= most
         if sequence.num_output_tokens:
             total = usage.num_computed_prompt_tokens + usage.num_cached_prompt_tokens
             assert total == len(prompt)
@@ -626,6 +628,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_lost = results in (LOST, READ_LOST)
         events = (
             self.end_again(output, seconds)
+            if is_lost and self.scheduler.repeats_steps
+            else list(
+                self.scheduler.begin_again(output, CULPRIT, seconds, is_cause=results is LOST)
+            )
             if is_lost
             else commit(self.scheduler, output, results, seconds)
         )
@@ -641,8 +647,6 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for position in range(row.start, row.start + row.num_tokens):
                     self.model.slots[self.model.slot(row.sequence, position)] = None
             healthy = [row for row in rows if row.sequence.request_id not in self.culprits]
-            if not self.scheduler.repeats_steps:
-                healthy = []
             for part in (healthy[::2], healthy[1::2]):
                 decode = tuple(row for row in part if row.is_decode)
                 prefill = tuple(row for row in part if not row.is_decode)

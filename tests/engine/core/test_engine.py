@@ -1,6 +1,7 @@
 """Deadlines in the engine's loop: a clock that the test sets, an arithmetic model and a channel of lists."""
 
 import concurrent.futures
+import itertools
 
 import msgspec
 import pytest
@@ -171,6 +172,7 @@ class PoolOfWaiting:
 
     running = waiting = ()
     num_reads = num_writes = num_evictions = 0
+    is_full = True
 
     def __init__(self):
         self.by_length, self._waiting = LengthCounts.zeros(), []
@@ -199,9 +201,22 @@ def test_what_waits_for_an_adapter_counts_as_what_waits_for_a_place(harness):
 
     stats, at = harness.engine.stats(), length_class(5)
     assert stats.num_waiting == 3
+    assert stats.num_waiting_for_slots == 1
     assert stats.waiting_by_length[at] == 3
     assert stats.waiting_tokens_by_length[at] == 15
     assert stats.waiting_output_by_length[at] == 8 + 8 + 256, "an estimate, not the limit"
+
+
+def test_the_rate_of_output_is_measured_while_sequences_wait_for_a_slot(harness):
+    harness.engine._adapters = harness.engine._stats._adapters = PoolOfWaiting()
+    ticks = itertools.count(100.0, 0.25)
+    harness.clock.monotonic = lambda: next(ticks)
+    harness.submit(1, deadline=None, max_new_tokens=40)
+    harness.step(10)
+    assert harness.engine.stats().output_rate == 0.0
+    harness.submit(2, deadline=None, adapter=AdapterRef("a", "/a", "digest"))
+    harness.step(10)
+    assert harness.engine.stats().output_rate > 0.0
 
 
 def test_stats_are_sent_when_sequences_start_or_end_and_every_two_milliseconds(harness):

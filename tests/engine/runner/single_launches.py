@@ -4,7 +4,7 @@ import torch
 
 from kernels import PagedBatch
 from model.executors import single_launch
-from model.executors.layers import PagedStep
+from model.executors.layers.network import PagedStep
 
 
 def replace_single_launch(monkeypatch, launch, counts=(1, *single_launch.ROW_COUNTS)):

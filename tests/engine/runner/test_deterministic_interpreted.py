@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import kernels.attention.functional
-import model.executors.attention
+import model.executors.layers.attention
 import model.network.parameters
 import server.engine.runner.start.startup
 import server.engine.runner.step.model_runner

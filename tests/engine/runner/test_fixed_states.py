@@ -1,6 +1,7 @@
 """An engine whose layers keep a state of fixed size gives the tokens that each sequence has alone, without a cache."""
 
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -13,9 +14,10 @@ from kernels.arch import CATALOGUE
 from kernels.weight_format import unquantized
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model, save_checkpoint
-from model.executors import cpu_library, layers, single_launch
+from model.executors import cpu_library, single_launch
 from model.executors.columns import Bucket
 from model.executors.executor import ModelProblem
+from model.executors.layers import executor, tables
 from server.cli.main import main
 from server.engine.core.messages import AbortRequests
 from server.engine.core.request import FinishReason
@@ -240,25 +242,47 @@ def test_snapshots_leave_as_others_come(alone, folder):
     assert_all_free(engine)
 
 
-def test_a_failed_step_ends_its_sequences_because_it_cannot_be_computed_again(
-    alone, start, monkeypatch
-):
-    engine = start()
-    launch = ModelRunner.launch
+def failing(monkeypatch, steps):
+    """Let the launches of these numbers fail after they have replaced states."""
+    launch, count = ModelRunner.launch, itertools.count()
 
     def fail(runner, output):
-        launch(runner, output)
-        raise RuntimeError("after the states were written")
+        pending = launch(runner, output)
+        if next(count) in steps:
+            raise RuntimeError("after the states were written")
+        return pending
 
+    monkeypatch.setattr(ModelRunner, "launch", fail)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+@pytest.mark.parametrize("steps", [{0}, {3}, {2, 3}, {5, 12, 30}])
+def test_sequences_of_a_failed_step_begin_again_at_snapshots(
+    alone, start, monkeypatch, steps, ahead
+):
+    engine = start()
+    if ahead:
+        run_ahead(engine)
+    requests = requests_of(random.Random(9), 6, 20)
+    failing(monkeypatch, steps)
+
+    answers = engine.generate(requests)
+
+    check(alone, requests, answers)
+    assert engine.engine.stats().num_failed_steps == len(steps)
+    assert_all_free(engine)
+
+
+def test_a_sequence_whose_steps_fail_ends_with_an_error(alone, start, monkeypatch):
+    engine = start()
     request = greedy(1, random_prompt(random.Random(9), 20, 20), 10)
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "launch", fail)
+        failing(patch, range(100))
         [events] = engine.generate([request])
     assert [event.finish_reason for event in events] == [FinishReason.ERROR]
     assert_all_free(engine)
 
     check(alone, [request], engine.generate([request]))
-    assert hits(engine) == 0
 
 
 def test_the_cache_has_slots_for_all_sequences_and_their_snapshots(start):
@@ -348,15 +372,15 @@ def test_executors_that_do_not_read_the_part_refuse_it_by_name(folder):
 def test_steps_that_a_state_does_not_allow_are_refused_by_name(folder, changes, reason):
     bucket = Bucket(**({"rows": 1, "columns": 1, "num_logits": 1} | changes))
 
-    assert layers.LAYERS.unsupported(problem(folder, CATALOGUE["h100"]), bucket) == (reason,)
+    assert executor.LAYERS.unsupported(problem(folder, CATALOGUE["h100"]), bucket) == (reason,)
 
 
 def test_a_layer_without_a_row_of_the_table_is_refused_by_name(folder, monkeypatch):
     it = problem(folder, detect("cpu"))
-    monkeypatch.delitem(layers.MIXERS, toy_mixer.Toy)
+    monkeypatch.delitem(tables.MIXERS, toy_mixer.Toy)
 
     bucket = Bucket(rows=1, columns=1, num_logits=1)
-    assert layers.LAYERS.unsupported(it, bucket) == ("no Toy",)
+    assert executor.LAYERS.unsupported(it, bucket) == ("no Toy",)
 
 
 def test_several_ranks_are_refused_by_name(folder, start):

@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 
-from server.engine.core.messages import EngineStats
+from server.engine.core.messages import MAX_LISTED_ADAPTERS, EngineStats
 from server.engine.core.queue.length_counts import MAX_LENGTH_CLASSES, length_class
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError
@@ -125,6 +125,25 @@ def test_the_wait_for_places_depends_on_what_the_waiting_sequences_will_generate
 
     assert expected_wait(shedding(short), 10) == pytest.approx(21 / 4)
     assert expected_wait(shedding(long), 10) == pytest.approx(10 * 21 / 4)
+
+
+def test_a_request_for_an_adapter_without_a_slot_waits_until_others_have_ended():
+    stats = waiting(
+        *[10] * 20, num_waiting_for_slots=20, running_adapters=["a", "b"], waiting_adapters=["b", "c"],
+    )  # fmt: skip
+    shed = shedding(stats, max_queue_seconds=2.0)
+
+    for adapter in ("b", "c", "d"):
+        with pytest.raises(OverloadedError, match="about 5 s, longer than 2 s"):
+            shed.admit([(10, OUTPUT)], INFO, adapter=adapter)
+    for adapter in (None, "a"):
+        shed.admit([(10, OUTPUT)], INFO, adapter=adapter)
+
+
+def test_an_adapter_is_not_refused_where_the_names_of_those_with_slots_are_not_known():
+    names = [str(it) for it in range(MAX_LISTED_ADAPTERS)]
+    stats = waiting(*[10] * 20, num_waiting_for_slots=20, running_adapters=names)
+    shedding(stats, max_queue_seconds=2.0).admit([(10, OUTPUT)], INFO, adapter="other")
 
 
 def test_a_request_that_would_wait_too_long_is_refused_until_the_queue_is_short_enough():

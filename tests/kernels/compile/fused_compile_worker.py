@@ -45,7 +45,11 @@ from kernels.weights import Weight
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
 from tests.kernels.compile.products_in_flight import faults, loop_with_products
-from tests.kernels.compile.recurrent_launches import launch_gated_delta
+from tests.kernels.compile.recurrent_launches import (
+    launch_gated_delta,
+    launch_mamba2,
+    launch_short_conv,
+)
 from tests.kernels.linear.layer import linear
 from tests.kernels.linear.weights import linear_weights
 
@@ -130,20 +134,22 @@ class FusedJob:
     Attributes:
         sm: compute capability; from 90 on kernels use programmatic dependent launch.
         operation: "linear", "groups", "matrix", "persistent", "invariant", "add_norm", "quantize", "gate", "embed",
-            "lora", "rope", "best", "argmax", "chosen", "sample", "step", "sum_ranks", "gated_delta" or "training".
+            "lora", "rope", "best", "argmax", "chosen", "sample", "step", "sum_ranks", "gated_delta", "mamba2",
+            "short_conv" or "training".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
-            "rope", "norm", "values", "queries", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of "matrix" and
-            "persistent" see `MATRICES`, of the former also "fp8", "fp8 blocks" or "int4", of the latter "invariant";
-            of "groups" see `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8", "float32"; of
-            "lora" "rank 64", "rank 256" or "float32"; of
-            "sum_ranks" "norm" and with it "parts"; of "gated_delta" see `GATED_DELTA`; of "training" some of "all",
-            "window", "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a group".
+            "rope", "norm", "values", "queries", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of
+            "matrix" and "persistent" see `MATRICES`, of the former also "fp8", "fp8 blocks" or "int4", of the latter
+            "invariant"; of "groups" see `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8",
+            "float32"; of "lora" "rank 64", "rank 256" or "float32"; of
+            "sum_ranks" "norm" and with it "parts"; of "gated_delta" see `GATED_DELTA`; of "mamba2" see `MAMBA2`; of
+            "training" some of "all", "window", "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a
+            group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
-        function: the kernel to compile, of those that "argmax", "chosen", "gated_delta", "lora", "sample" and "training"
-            launch.
+        function: the kernel to compile, of those that "argmax", "chosen", "lora", "sample", "training" and
+            recurrent mixers launch.
         vocabulary: tokens of a row, for "argmax", "chosen" and "sample".
     """
 
@@ -352,6 +358,8 @@ class FusedCompiler(Compiler):
         add_lora(x, y, weights, LoraRows(slots, slots.long()))
 
     _gated_delta = staticmethod(launch_gated_delta)
+    _mamba2 = staticmethod(launch_mamba2)
+    _short_conv = staticmethod(launch_short_conv)
 
     def _best(self, job: FusedJob, pdl: bool) -> None:
         best = TileBest.empty(job.tokens, 19000, "cpu")

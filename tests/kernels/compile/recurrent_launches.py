@@ -7,8 +7,15 @@ from unittest import mock
 
 import torch
 
-from kernels.recurrent.gpu import gated_delta
-from kernels.recurrent.problem import GatedDeltaShape, RecurrentWeights
+from kernels.recurrent.gpu import gated_delta, mamba2_prompt
+from kernels.recurrent.gpu.mamba2 import Mamba2
+from kernels.recurrent.gpu.short_conv import ShortConv
+from kernels.recurrent.problem import (
+    GatedDeltaShape,
+    Mamba2Shape,
+    RecurrentWeights,
+    ShortConvShape,
+)
 from kernels.recurrent.segments import Segments
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 
@@ -21,6 +28,15 @@ GATED_DELTA = {
     ("heads of 96 and 192",): (6, 6, 96, 192),
 }
 """Heads of values and of keys, and their sizes, by the features of a job."""
+
+MAMBA2 = {
+    (): Mamba2Shape(64, 64, 128, 1, 4, 1e-5),
+    ("states of 256", "no norm"): Mamba2Shape(48, 64, 256, 1, 4, None),
+    ("8 groups",): Mamba2Shape(64, 64, 128, 8, 4, 1e-5),
+    ("norm before the gate",): Mamba2Shape(64, 64, 64, 1, 4, 1e-5, norm_before_gate=True),
+    ("heads of 32", "states of 16"): Mamba2Shape(24, 32, 16, 1, 4, 1e-5, conv_bias=False),
+}
+"""Shapes of Mamba-2 by the features of a job."""
 
 
 def launch_gated_delta(job: Any, _pdl: bool) -> None:
@@ -48,10 +64,56 @@ def launch_gated_delta(job: Any, _pdl: bool) -> None:
         torch.empty(2, dtype=torch.int32),
         torch.empty(tokens, dtype=torch.int64),
         torch.empty((2, 2), dtype=torch.int32),
+        torch.empty(job.tokens, dtype=torch.int32),
     )
     kernel(
         empty(tokens, shape.channels + shape.inner),
         empty(tokens, 2 * shape.num_heads),
         states,
         segments,
+    )
+
+
+def launch_mamba2(job: Any, _pdl: bool) -> None:
+    """Launch one decode row and one prompt of Mamba-2; the dtype is as of `launch_gated_delta`."""
+    dtype = next((it for it in ("float32", "float16") if it in job.around), "bfloat16")
+    shape = MAMBA2[tuple(it for it in job.around if it not in (dtype, "keeps"))]
+    numbers = getattr(torch, dtype)
+    heads = torch.empty(shape.num_heads)
+    weights = RecurrentWeights(
+        torch.empty((shape.channels, shape.width), dtype=numbers),
+        torch.empty(shape.channels, dtype=numbers) if shape.conv_bias else None,
+        heads,
+        heads,
+        heads,
+        None if shape.eps is None else torch.empty(shape.inner, dtype=numbers),
+    )
+    states = (
+        torch.empty(2, shape.width - 1, shape.channels),
+        torch.empty(2, shape.num_heads, shape.head_dim, shape.state_dim),
+    )
+    projected = torch.empty(
+        (1 + job.tokens, shape.inner + shape.channels + shape.num_heads), dtype=numbers
+    )
+    with mock.patch.object(mamba2_prompt, "detect", return_value=ARCHES[job.sm]):
+        Mamba2(shape, weights)(projected, None, states, _segments(job))
+
+
+def launch_short_conv(job: Any, _pdl: bool) -> None:
+    """Launch one decode row and one prompt of a gated short convolution in bfloat16."""
+    shape = ShortConvShape(2048, 3)
+    weights = RecurrentWeights(torch.empty((2048, 3), dtype=torch.bfloat16))
+    projected = torch.empty((1 + job.tokens, 3 * 2048), dtype=torch.bfloat16)
+    states = (torch.empty(2, 2, 2048),)
+    ShortConv(shape, weights)(projected, None, states, _segments(job))
+
+
+def _segments(job: Any) -> Segments:
+    """Return one decode row and one prompt; states are kept within it if "keeps" is in a job's features."""
+    return Segments(
+        1,
+        torch.empty(2, dtype=torch.int32),
+        torch.empty(1 + job.tokens, dtype=torch.int64),
+        torch.empty((2, 2), dtype=torch.int32),
+        torch.empty(job.tokens, dtype=torch.int32) if "keeps" in job.around else None,
     )

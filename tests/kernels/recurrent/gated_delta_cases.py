@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.recurrent.problem import GatedDeltaShape, RecurrentWeights
+from kernels.recurrent.problem import CHUNK, GatedDeltaShape, RecurrentWeights
 from kernels.recurrent.segments import Segments
 from tests.kernels.references.gated_delta import gated_delta
 from tests.kernels.references.problems import assert_no_worse_than
@@ -80,7 +80,7 @@ class Step:
         self.shape, self.dtype = shape, dtype
         self.weights = make_weights(shape, dtype, decay)
         self.sequences = [Sequence(1, 7, *pair) for pair in rows] + list(prompts)
-        self.rows = len(rows)
+        self.rows, self.kept_slots = len(rows), None
         total = sum(it.length for it in self.sequences)
         self.projected = torch.randn(total, shape.channels + shape.inner).to(dtype)
         self.gates = (torch.randn(total, 2 * shape.num_heads) * spread).to(dtype)
@@ -101,6 +101,7 @@ class Step:
             prompts,
             torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
             torch.tensor(slots, dtype=torch.int32).view(-1, 2),
+            self.kept_slots,
         )
 
     def run(self, kernel: Any):
@@ -111,7 +112,7 @@ class Step:
         )
         return out, states
 
-    def references(self, dtype, rounding=None):
+    def references(self, dtype, formula=gated_delta):
         """Return what the formula gives for each sequence; None for one without tokens."""
         found, first = [], 0
         for it in self.sequences:
@@ -122,11 +123,7 @@ class Step:
                 for state in self.states
             ]
             inputs = self.projected[tokens], self.gates[tokens], *before
-            found.append(
-                gated_delta(self.shape, self.weights, *inputs, dtype, rounding)
-                if it.length
-                else None
-            )
+            found.append(formula(self.shape, self.weights, *inputs, dtype) if it.length else None)
         return found
 
     def check(self, kernel: Any, *, plain=torch.float32, **limits):
@@ -201,3 +198,34 @@ def check_alone(kernel: Any, shape, count, dtype=torch.float32):
         assert torch.equal(found[0], out[i])
         for state, other in zip(now, states, strict=True):
             assert torch.equal(state[i], other[i])
+
+
+def check_kept(kernel: Any, shape, start, length, dtype=torch.float32):
+    """Assert that states kept within a prompt have the bits of those after a prompt that ends there."""
+    step = Step(
+        shape,
+        [(NEW, NEW)],
+        [Sequence(3, 0), Sequence(length, start, 0, 0), Sequence(2, 0)],
+        dtype,
+        num_slots=12,
+    )
+    plain, after = step.run(kernel)
+    ends = range(-start % CHUNK or CHUNK, length, CHUNK)
+    step.kept_slots = torch.full((length + 5,), NEW, dtype=torch.int32)
+    for slot, end in enumerate(ends, 2):
+        step.kept_slots[3 + end - 1] = slot
+
+    out, states = step.run(kernel)
+
+    assert torch.equal(out, plain)
+    for state, other in zip(states, after, strict=True):
+        assert torch.equal(state[0], other[0])
+    for slot, end in enumerate(ends, 2):
+        alone = Step(shape, prompts=[Sequence(end, start, 0, 1)], dtype=dtype, num_slots=12)
+        alone.weights, alone.states = step.weights, step.states
+        tokens = slice(4, 4 + end)
+        alone.projected, alone.gates = step.projected[tokens], step.gates[tokens]
+        _, wanted = alone.run(kernel)
+        for state, other in zip(states, wanted, strict=True):
+            assert torch.equal(state[slot], other[1])
+    assert len(ends) > 0

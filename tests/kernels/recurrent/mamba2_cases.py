@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.recurrent.problem import Mamba2Shape, RecurrentWeights, ShortConvShape
+from kernels.recurrent.problem import CHUNK, Mamba2Shape, RecurrentWeights, ShortConvShape
 from kernels.recurrent.segments import Segments
 from tests.kernels.references.mamba2 import mamba2, short_conv
 from tests.kernels.references.problems import assert_no_worse_than
@@ -101,7 +101,7 @@ class Step:
         self.shape, self.dtype = shape, dtype
         self.weights = make_weights(shape, dtype, decay)
         self.sequences = [Sequence(1, 7, *pair) for pair in rows] + list(prompts)
-        self.rows = len(rows)
+        self.rows, self.kept_slots = len(rows), None
         width, states = sizes(shape)
         total = sum(it.length for it in self.sequences)
         self.projected = (torch.randn(total, width) * spread).to(dtype)
@@ -121,6 +121,7 @@ class Step:
             torch.tensor([0, *lengths[self.rows :]]).cumsum(0).int(),
             torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
             torch.tensor(slots, dtype=torch.int32).view(-1, 2),
+            self.kept_slots,
         )
 
     def run(self, kernel: Any):
@@ -196,6 +197,33 @@ def divided(whole, kernel, ends):
         parts.append(run(step.projected, None, states, step.segments)[4:])
         first = end
     return torch.cat(parts), tuple(state[1] for state in states)
+
+
+def check_kept(kernel, shape, start, length, dtype=torch.float32):
+    """Assert that states kept within a prompt have the bits of those after a prompt that ends there."""
+    prompts = [Sequence(3), Sequence(length, start, 0, 0), Sequence(2)]
+    step = Step(shape, [UNUSED], prompts, dtype)
+    plain, after = step.run(kernel)
+    ends = list(enumerate(range(CHUNK - start % CHUNK, length, CHUNK), 2))
+    step.kept_slots = torch.full((length + 5,), NEW, dtype=torch.int32)
+    for slot, end in ends:
+        step.kept_slots[3 + end - 1] = slot
+
+    out, states = step.run(kernel)
+
+    assert torch.equal(out, plain)
+    assert ends
+    for slot, end in [(0, length), *ends]:
+        alone = Step(shape, prompts=[Sequence(end, start, 0, 1)], dtype=dtype)
+        alone.weights, alone.states = step.weights, step.states
+        alone.projected = step.projected[4 : 4 + end]
+        _, wanted = alone.run(kernel)
+        for state, other in zip(states, wanted, strict=True):
+            assert torch.equal(state[slot], other[1])
+    written = {0, *(slot for slot, _ in ends)}
+    for state, other in zip(states, after, strict=True):
+        rest = [slot for slot in range(NUM_SLOTS) if slot not in written]
+        torch.testing.assert_close(state[rest], other[rest], rtol=0, atol=0, equal_nan=True)
 
 
 def variants():

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.recurrent.problem import CHUNK
+from kernels.arch import CATALOGUE
+from kernels.recurrent.problem import CHUNK, RecurrentProblem
 from kernels.recurrent.pytorch.gated_delta import GatedDelta
+from kernels.recurrent.registry import select
 from tests.kernels.recurrent.gated_delta_cases import (
     Sequence,
     Step,
     check_alone,
     check_divided,
+    check_kept,
     make_shape,
     make_weights,
 )
@@ -96,6 +99,11 @@ def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(ends):
     check_divided(GatedDelta, make_shape(3, 3, 40, 56), ends)
 
 
+@pytest.mark.parametrize(("start", "length"), [(0, 140), (62, 70), (63, 66)])
+def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(start, length):
+    check_kept(GatedDelta, make_shape(2, 1, 24, 40), start, length)
+
+
 @pytest.mark.parametrize("sizes", [(4, 2, 16, 16), (3, 1, 24, 40), (1, 1, 7, 5)], ids=str)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(sizes):
     check_alone(GatedDelta, make_shape(*sizes), 7)
@@ -141,3 +149,24 @@ def test_whole_sequences_agree_with_the_formula_and_can_be_trained():
     assert_no_worse_than(out, truth, same)
     for pair in zip(found, exact, rounded, strict=True):
         assert_no_worse_than(*pair, atol=1e-4)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "size", "trainable", "name"),
+    [
+        ("h100", "bfloat16", 256, False, "triton_gated_delta"),
+        ("a100", "float32", 128, False, "triton_gated_delta"),
+        ("h100", "float32", 256, False, "torch_recurrent"),
+        ("h100", "bfloat16", 320, False, "torch_recurrent"),
+        ("h100", "bfloat16", 128, True, "torch_recurrent"),
+        ("t4", "float16", 128, False, "torch_recurrent"),
+        ("cpu", "bfloat16", 128, True, "torch_recurrent"),
+    ],
+)
+def test_one_kernel_serves_steps_with_equal_bits_and_others(
+    arch, dtype, size, trainable, name, invariant
+):
+    problem = RecurrentProblem(make_shape(16, 16, 128, size), dtype, trainable, invariant)
+
+    assert select(problem, CATALOGUE[arch]).spec.name == name

@@ -15,6 +15,7 @@ from tests.kernels.recurrent.mamba2_cases import (
     UNUSED,
     Sequence,
     Step,
+    check_kept,
     divided,
     in_slots,
     make_weights,
@@ -86,6 +87,11 @@ def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(name, ends):
     assert torch.equal(found, out)
     for state, other in zip(now, states, strict=True):
         assert torch.equal(state, other[0])
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 140), (62, 70), (63, 66), (63, 2)])
+def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(start, length):
+    check_kept(Mamba2, MAMBA2, start, length)
 
 
 @pytest.mark.parametrize("name", ["one group", "8 groups", "sizes that are no powers of two"])

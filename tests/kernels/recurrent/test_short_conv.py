@@ -16,6 +16,7 @@ from tests.kernels.recurrent.mamba2_cases import (
     UNUSED,
     Sequence,
     Step,
+    check_kept,
     divided,
     make_weights,
 )
@@ -66,6 +67,11 @@ def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(channels):
 
         assert torch.equal(found, out)
         assert torch.equal(now, state[0])
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 140), (62, 70), (63, 66), (63, 2)])
+def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(start, length):
+    check_kept(ShortConv, SHORT_CONV, start, length)
 
 
 def test_a_decode_row_has_the_bits_of_the_same_token_in_a_prompt():

@@ -48,7 +48,7 @@ def short_conv(
         states: before the first token.
         dtype: to compute in.
     """
-    b, c, x = projected.to(dtype).split(shape.channels, -1)
+    b, c, x = torch.split(projected.to(dtype), shape.channels, -1)
     total, state = convolve(b * x, weights, states[0])
     return Found(c * total, (state,))
 
@@ -130,23 +130,24 @@ def _inputs(
     assert weights.a_log is not None
     assert weights.dt_bias is not None
     heads, groups, of_groups = shape.num_heads, shape.num_groups, shape.num_groups * shape.state_dim
-    z, mixed, dt = projected.to(dtype).split((shape.inner, shape.channels, heads), -1)
+    z, mixed, dt = torch.split(projected.to(dtype), [shape.inner, shape.channels, heads], -1)
     total, conv_state = convolve(mixed, weights, state)
-    x, b, c = functional.silu(total).split((shape.inner, of_groups, of_groups), -1)
+    x, b, c = torch.split(functional.silu(total), [shape.inner, of_groups, of_groups], -1)
     b, c = (
-        it.unflatten(-1, (groups, shape.state_dim)).repeat_interleave(heads // groups, -2)
+        torch.unflatten(it, -1, (groups, shape.state_dim)).repeat_interleave(heads // groups, -2)
         for it in (b, c)
     )
     d = functional.softplus(dt + weights.dt_bias.to(dtype)).clamp(*shape.dt_limits)
     logs = -weights.a_log.to(dtype).exp() * d
-    return _Inputs(x.unflatten(-1, (heads, shape.head_dim)), b, c, d, logs, z, conv_state)
+    return _Inputs(torch.unflatten(x, -1, (heads, shape.head_dim)), b, c, d, logs, z, conv_state)
 
 
 def _finish(shape: Mamba2Shape, weights: RecurrentWeights, y: Tensor, it: _Inputs) -> Tensor:
     y, gate = y.flatten(1), functional.silu(it.z)
     if weights.norm is not None:
+        assert shape.eps is not None
         y = y if shape.norm_before_gate else y * gate
-        parts = y.unflatten(-1, (shape.num_groups, -1))
+        parts = torch.unflatten(y, -1, (shape.num_groups, -1))
         parts = parts * (parts.square().mean(-1, keepdim=True) + shape.eps).rsqrt()
         y = parts.flatten(1) * weights.norm.to(y.dtype)
     if weights.norm is None or shape.norm_before_gate:

@@ -278,6 +278,13 @@ _FALCON_H1 = {
     "mlp_multipliers": [0.9, 0.4],
 }
 _LFM2 = _layers(4, full_attn_idxs=[1], block_multiple_of=16, block_ffn_dim_multiplier=1.1)
+# The class of the multimodal model needs the library timm for its encoder of images.
+_GEMMA3N_MULTIMODAL = {
+    "architectures": ["Gemma3nForConditionalGeneration"],
+    "model_type": "gemma3n",
+    "text_config": Case("Gemma3nText", _GEMMA3N).config().to_dict(),
+    "final_logit_softcapping": None,
+}
 CASES = {
     "llama": Case("Llama"),
     "llama sharded": Case("Llama", shard_size="40KB"),
@@ -430,6 +437,7 @@ CASES = {
         | {"altup_active_idx": 1, "altup_num_inputs": 3, "altup_correct_scale": False}
         | {"tie_word_embeddings": False, "attention_bias": True, "num_kv_shared_layers": 0},
     ),
+    "gemma3n multimodal": Case("Gemma3nText", _GEMMA3N, restated=_GEMMA3N_MULTIMODAL),
     "gpt2": Case("GPT2", model="LMHeadModel", in_half=True),
     "gpt2 sharded": Case("GPT2", shard_size="40KB", model="LMHeadModel"),
     "gpt2 untied": Case(
@@ -654,6 +662,13 @@ CASES = {
         _layers(2, layer_types=["attention"] * 2, **_GRANITE4)
         | {"position_embedding_type": "rope"},
     ),
+    "bamba": Case("Bamba", {**_MAMBA, **_layers(3, attn_layer_indices=[1])}, in_half=True),
+    "bamba tied biases groups": Case(
+        "Bamba",
+        {**_MAMBA, **_layers(2, attn_layer_indices=[0], mamba_n_groups=4)}
+        | dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias"), True)
+        | {"tie_word_embeddings": True, "head_dim": 24},
+    ),
     "falcon h1": Case("FalconH1", _FALCON_H1, in_half=True),
     "falcon h1 norm tied biases": Case(
         "FalconH1",
@@ -668,6 +683,14 @@ CASES = {
         | {"mamba_d_ssm": None, "mamba_conv_bias": False},
     ),
     "lfm2": Case("Lfm2", _LFM2, in_half=True),
+    "lfm2 vl": Case(
+        "Lfm2Vl",
+        {"model_type": "lfm2", **_LFM2},
+        model="ForConditionalGeneration",
+        others={
+            "vision_config": _VISION | {"model_type": "siglip2_vision_model", "num_patches": 16}
+        },
+    ),
     "lfm2 untied biases": Case(
         "Lfm2",
         _LFM2

@@ -14,7 +14,7 @@ from kernels.cpu.library import load as load_library
 from kernels.weight_format import INT8_GROUPS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model, load_part
-from model.executors import binder
+from model.executors.layers import binder
 from model.network.parameters import TABLES
 from tests.model.checkpoint.packed_checkpoints import FILE
 from tests.model.executors.paged import greedy, logits_in_chunks

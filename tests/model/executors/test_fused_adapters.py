@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kernels.linear.lora
-import model.executors.layers
+import model.executors.layers.executor
 from kernels.linear.lora import LoraRows
 from model.network.adapter_slots import Update
 from model.network.matrix_shapes import matrix_shapes
@@ -23,7 +23,7 @@ def kernels_for_adapters(monkeypatch):
     """Add what adapters make with the kernels for GPUs."""
     from kernels.linear.gpu.lora import add_lora
 
-    rows_of = model.executors.layers.lora_rows
+    rows_of = model.executors.layers.executor.lora_rows
 
     def sorted_rows(step):
         slots = rows_of(step).slots
@@ -31,7 +31,7 @@ def kernels_for_adapters(monkeypatch):
 
     def switch():
         monkeypatch.setattr(kernels.linear.lora, "add_lora", add_lora)
-        monkeypatch.setattr(model.executors.layers, "lora_rows", sorted_rows)
+        monkeypatch.setattr(model.executors.layers.executor, "lora_rows", sorted_rows)
 
     return switch
 

@@ -112,6 +112,16 @@ def test_steps_of_several_sequences_of_small_models_are_supported(name, num_sms,
     assert units * divided.splits // divided.local <= num_sms
 
 
+def test_every_program_that_attends_has_query_heads():
+    for group in range(1, 17):
+        for kv_heads in range(1, 9):
+            shape = QWEN._replace(num_heads=group * kv_heads, num_kv_heads=kv_heads)
+            for num_sms in range(64, 149):
+                arch = dataclasses.replace(HOPPER, num_sms=num_sms)
+                divided = step_sizes(shape, arch)
+                assert (divided.group_splits - 1) * divided.heads < group, (shape, num_sms)
+
+
 @pytest.mark.parametrize("num_sms", [16, 78, 114, 132])
 @pytest.mark.parametrize("sizes", KNOWN.values(), ids=KNOWN)
 def test_the_splits_of_a_row_do_not_depend_on_the_number_of_rows(sizes, num_sms):

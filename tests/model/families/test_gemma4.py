@@ -9,9 +9,10 @@ from kernels.arch import CATALOGUE
 from kernels.weight_format import unquantized
 from model.checkpoint.config import ModelConfig
 from model.errors import ModelFolderError, UnsupportedModelError
-from model.executors import cpu_library, layers, single_launch
+from model.executors import cpu_library, single_launch
 from model.executors.columns import Bucket
 from model.executors.executor import ModelProblem
+from model.executors.layers import executor
 from model.network.spec import Rotary
 from model.network.state import Paged, Shared
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
@@ -203,7 +204,7 @@ def test_only_several_streams_have_no_deterministic_steps():
         network = ModelConfig.from_dict(CASES[case].content).network
         problem = ModelProblem(network, "bfloat16", unquantized("bfloat16"), CATALOGUE["h100"])
         bucket = Bucket(rows=1, columns=1, num_logits=1, **changes)
-        return layers.LAYERS.unsupported(problem, bucket)
+        return executor.LAYERS.unsupported(problem, bucket)
 
     assert refused("gemma3n", deterministic=True) == ("no deterministic AltUp",)
     assert refused("gemma3n") == refused("gemma4", deterministic=True) == ()
@@ -216,7 +217,7 @@ def test_norms_of_values_without_norms_of_queries_and_keys_are_refused():
     network = dataclasses.replace(network, layers=(dataclasses.replace(first, mixer=mixer),))
     problem = ModelProblem(network, "float32", unquantized("float32"), CATALOGUE["cpu"])
 
-    assert layers.LAYERS.unsupported(problem, Bucket(rows=1, columns=1, num_logits=1)) == (
+    assert executor.LAYERS.unsupported(problem, Bucket(rows=1, columns=1, num_logits=1)) == (
         "no norms of values without norms of queries and keys per head",
     )
 

@@ -23,7 +23,7 @@ from tests.model.families.checkpoints import (
     logits,
 )
 
-HYBRIDS = ["qwen3.5", "lfm2", "granite4", "falcon h1"]
+HYBRIDS = ["qwen3.5", "lfm2", "granite4", "falcon h1", "bamba"]
 TOKENS = [(7 * i) % 120 + 2 for i in range(80)]
 
 
@@ -289,5 +289,6 @@ def test_every_family_with_recurrent_layers_is_compared():
         "Lfm2ForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "FalconH1ForCausalLM",
+        "BambaForCausalLM",
     }
     assert served <= FAMILIES.keys()

@@ -8,6 +8,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model, load_part
+from model.errors import WeightsError
 from tests.model.executors.paged import greedy, logits_in_chunks
 from tests.model.gguf.written import ARCHITECTURES, TYPES, add_bytes, build, write
 from tests.model.network.ranks import ThreadRanks
@@ -54,6 +55,38 @@ def test_each_architecture_gives_the_tokens_of_transformers(tmp_path, arch):
 
     assert largest < TOLERANCE
     assert is_same
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_K", "Q6_K"])
+def test_heads_of_values_in_the_order_of_llama_cpp_keep_their_scales(tmp_path, kind):
+    file = tmp_path / "model.gguf"
+    oracle = write(file, "qwen35", kind)
+
+    model = load(file)
+
+    if kind != "F16":
+        assert all(it.is_quantized for it in (model.weight_format, *model.other_formats))
+    largest, is_same = difference(model, oracle)
+    assert largest < TOLERANCE
+    assert is_same
+
+
+def test_equal_numbers_of_heads_have_the_order_of_a_folder(tmp_path):
+    file = tmp_path / "model.gguf"
+    oracle = write(file, "qwen35", "Q8_0", linear_num_value_heads=2)
+
+    largest, is_same = difference(load(file), oracle)
+
+    assert largest < TOLERANCE
+    assert is_same
+
+
+def test_heads_that_would_divide_a_group_are_refused(tmp_path):
+    file = tmp_path / "model.gguf"
+    write(file, "qwen35", "Q8_0", linear_value_head_dim=48, linear_num_value_heads=4)
+
+    with pytest.raises(WeightsError, match="heads of 48 values divide groups of 32"):
+        load(file)
 
 
 U32, F32, TEXT = (gguf.GGUFValueType[it] for it in ("UINT32", "FLOAT32", "STRING"))

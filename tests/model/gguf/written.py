@@ -5,7 +5,7 @@ import numpy as np
 import torch
 import transformers
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "qwen35", "lfm2")
 TYPES = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
     "IQ4_XS",
@@ -21,13 +21,25 @@ _NAMES = {
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
 }  # fmt: skip
 _NORMS = {"post_attention_layernorm": "ffn_norm"}
+_QWEN35 = {
+    "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+}  # fmt: skip
+_LFM2 = {
+    "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm", "self_attn.out_proj": "attn_output", "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj", "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "ffn_norm": "ffn_norm",
+}  # fmt: skip
+_WHOLE = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
 _GEMMA_NORMS = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 _CLASSES = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3Text",
-    "phi3": "Phi3", "mistral": "Mistral",
+    "phi3": "Phi3", "mistral": "Mistral", "qwen35": "Qwen3_5Text", "lfm2": "Lfm2",
 }  # fmt: skip
 _SHAPE = {
     "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -73,6 +85,15 @@ def build(arch, **changes):
         shape |= {"tie_word_embeddings": True}
     if arch == "phi3":
         shape |= {"sliding_window": None}
+    if arch == "qwen35":
+        shape |= {
+            "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+            "linear_value_head_dim": 64,
+        }  # fmt: skip
+    if arch == "lfm2":
+        shape |= {
+            "num_hidden_layers": 3, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False,
+        }  # fmt: skip
     config = getattr(transformers, f"{_CLASSES[arch]}Config")(**(shape | changes))
     config._attn_implementation = "eager"
     name = f"{_CLASSES[arch].removesuffix('Text')}ForCausalLM"
@@ -117,7 +138,8 @@ def write(
         tokenizer(writer)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
-    names = _NAMES | (_GEMMA_NORMS if arch in ("gemma2", "gemma3") else _NORMS)
+    more = {"gemma2": _GEMMA_NORMS, "gemma3": _GEMMA_NORMS, "qwen35": _QWEN35, "lfm2": _LFM2}
+    names = _NAMES | more.get(arch, _NORMS)
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters(), seed):
             module, _, end = name.rpartition(".")
@@ -125,7 +147,8 @@ def write(
             if module.startswith("model.layers."):
                 _, _, index, module = module.split(".", 3)
                 prefix = f"blk.{index}."
-            short = f"{prefix}{names[module]}.{end}"
+            whole = _WHOLE.get(f"{module}.{end}")
+            short = f"{prefix}{names[module]}.{end}" if whole is None else prefix + whole
             parameter.copy_(_add(writer, short, parameter, kinds, number, arch, model.config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -148,11 +171,21 @@ def finish_alone(path, without):
 
 def _add(writer, name, parameter, kinds, seed, arch, config):
     """Add a tensor to the file and return its values in transformers."""
+    if parameter.ndim == 3:  # of a convolution
+        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.5
+        writer.add_tensor(name, _tiled(values[:, 0], name, config).numpy())
+        return values
     if parameter.ndim == 1:
         values = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)) + 0.5
         if name.endswith("bias"):
             values = (values - 1) * 0.1
-        is_norm = "norm" in name and "gemma" in arch
+        if name.endswith("ssm_a"):
+            writer.add_tensor(name, _tiled(-values.exp(), name, config).numpy())
+            return values
+        if "ssm_dt" in name:
+            writer.add_tensor(name, _tiled(values, name, config).numpy())
+            return values
+        is_norm = "norm" in name and ("gemma" in arch or (arch == "qwen35" and "ssm" not in name))
         writer.add_tensor(name, _permuted(values, name, arch, config).numpy())
         return values - 1 if is_norm else values
     kind = kinds if isinstance(kinds, str) else kinds(name)
@@ -164,7 +197,46 @@ def _add(writer, name, parameter, kinds, seed, arch, config):
         writer.add_tensor(name, values.numpy().astype(np.float16))
     else:
         writer.add_tensor(name, raw, raw_dtype=number)
-    return _restored(values, name, arch, config)
+    return _restored(_grouped(values, name, config), name, arch, config)
+
+
+def _of_values(name, config):
+    """Return the rows or columns before heads of values, their size, and whether they are columns; None for others."""
+    if config.model_type != "qwen3_5_text":
+        return None
+    before = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    size = config.linear_value_head_dim
+    found = {
+        "attn_qkv": (before, size, False),
+        "ssm_conv1d": (before, size, False),
+        "attn_gate": (0, size, False),
+        "ssm_out": (0, size, True),
+        **dict.fromkeys(("ssm_a", "ssm_dt", "ssm_beta", "ssm_alpha"), (0, 1, False)),
+    }
+    return found.get(name.split(".")[2] if name.startswith("blk.") else "")
+
+
+def _tiled(values, name, config):
+    """Return values as llama.cpp's conversion orders heads of values: the first of each key head, then the second."""
+    return _with_heads(values, name, config, config_first=True)
+
+
+def _grouped(values, name, config):
+    return _with_heads(values, name, config, config_first=False)
+
+
+def _with_heads(values, name, config, config_first):
+    place = _of_values(name, config)
+    if place is None:
+        return values
+    before, size, columns = place
+    turned = values.t() if columns else values
+    heads = turned[before:]
+    several = config.linear_num_value_heads // config.linear_num_key_heads
+    sizes = (config.linear_num_key_heads, several)
+    split = heads.reshape(*(sizes if config_first else sizes[::-1]), size, *heads.shape[1:])
+    ordered = torch.cat((turned[:before], split.swapaxes(0, 1).reshape(heads.shape)))
+    return (ordered.t() if columns else ordered).contiguous()
 
 
 def _heads(name, arch, config):
@@ -204,8 +276,20 @@ def add_config(writer, arch, config):
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    kv_heads = config.num_key_value_heads
+    if arch == "lfm2":
+        kv_heads = [kv_heads * (it == "full_attention") for it in config.layer_types]
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    if arch == "qwen35":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_uint32("qwen35.full_attention_interval", 4)
+        writer.add_rope_dimension_sections([3, 3, 2, 0])
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
     writer.add_rope_freq_base(full["rope_theta"])
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)

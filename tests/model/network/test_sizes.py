@@ -12,6 +12,7 @@ from model.decoder import DecoderLM
 from model.hub.resolve import BUNDLED, resolve
 from model.network.sizes import ModelSizes, table_bytes
 from server.cli.bench.engine.options import SHAPES, shapes
+from tests.model.checkpoint.hf_checkpoints import CASES
 from tests.model.configs import model_config
 
 BLOCKS = WeightFormat("blocks", 8, group=128, scales="block")
@@ -79,6 +80,14 @@ def test_the_sizes_are_those_of_the_parameters(shape):
         ("bfloat16", "float32"), (None, FP8_ROWS, BLOCKS, GROUPS), ranks
     ):
         check(config, dtype, form, num_ranks)
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gemma4 values from keys biases", "gemma3n"])
+def test_other_sublayers_and_layers_without_keys_are_counted(case):
+    config = ModelConfig.from_dict(CASES[case].content)
+
+    for dtype, form in itertools.product(("bfloat16", "float32"), (None, FP8_ROWS, GROUPS)):
+        check(config, dtype, form, 1)
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)

@@ -7,9 +7,10 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.weight_format import unquantized
-from model.executors import cpu_library, layers, single_launch
+from model.executors import cpu_library, single_launch
 from model.executors.columns import Bucket
 from model.executors.executor import ModelProblem
+from model.executors.layers import executor, tables
 from model.network import spec
 from model.network.spec import (
     Attention,
@@ -76,9 +77,9 @@ EXECUTORS = {
     "C library": (cpu_library.READS, cpu_library.VARYING),
     "layers": (
         {
-            **layers.READS,
-            Attention: layers.MIXERS[Attention].reads,
-            Dense: layers.MLPS[Dense].reads,
+            **tables.READS,
+            Attention: tables.MIXERS[Attention].reads,
+            Dense: tables.MLPS[Dense].reads,
         },
         (),
     ),
@@ -145,18 +146,18 @@ def test_fields_that_differ_among_layers_are_refused_unless_they_may():
 
 
 def test_the_layers_refuse_a_field_that_their_tables_do_not_list(monkeypatch):
-    reads = dict(layers.MIXERS[Attention].reads)
+    reads = dict(tables.MIXERS[Attention].reads)
     del reads["softcap"]
-    row = layers.MIXERS[Attention]._replace(reads=reads)
+    row = tables.MIXERS[Attention]._replace(reads=reads)
     problem = ModelProblem(
         network(Attention, "softcap"), "float32", unquantized(torch.float32), CATALOGUE["cpu"]
     )
     bucket = Bucket(rows=1, columns=1, num_logits=1)
-    assert layers.LAYERS.unsupported(problem, bucket) == ()
+    assert executor.LAYERS.unsupported(problem, bucket) == ()
 
-    monkeypatch.setitem(layers.MIXERS, Attention, row)
+    monkeypatch.setitem(tables.MIXERS, Attention, row)
 
-    assert layers.LAYERS.unsupported(problem, bucket) == ("no softcap of attention scores",)
+    assert executor.LAYERS.unsupported(problem, bucket) == ("no softcap of attention scores",)
 
 
 @pytest.mark.parametrize(
@@ -175,4 +176,4 @@ def test_the_layers_refuse_layer_norms_where_they_compute_others(mixer, post_nor
     )
 
     bucket = Bucket(rows=1, columns=1, num_logits=1)
-    assert layers.LAYERS.unsupported(problem, bucket) == (reason,)
+    assert executor.LAYERS.unsupported(problem, bucket) == (reason,)

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from server.engine.core.memory.free_blocks import FreeBlocks
 from server.engine.core.memory.state_slots import StateSlots, interval_of, marks_of
+from server.engine.core.queue.shared_beginnings import common_tokens
 from server.engine.core.sequence import CacheSalt, Sequence
 
 Link: TypeAlias = int | CacheSalt
@@ -84,9 +85,11 @@ class BlockManager:
             a block is evicted only when no block is empty, and block tables scatter once all blocks
             have been used; use it for kernels that read scattered blocks at the same speed.
         num_slots: for states of fixed size; 0 if the network has none.
-        state_chunk: of `StateSpec`.
+        state_chunk: of `StateSpec`, or 1 if kernels compute token by token.
         keeps_inside: whether steps write states that are kept within the tokens that they compute of a prompt; else
             they end there.
+        repeats_output: whether all sequences compute what they generated before a preemption one by one, so that it has
+            the same bits; else deterministic ones only.
 
     Attributes:
         slots: for states of fixed size; None if the network has none.
@@ -101,6 +104,7 @@ class BlockManager:
         num_slots: int = 0,
         state_chunk: int = 1,
         keeps_inside: bool = False,
+        repeats_output: bool = False,
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
@@ -120,6 +124,7 @@ class BlockManager:
         self.slots: StateSlots | None = None
         if num_slots:
             self.slots = StateSlots(num_slots, state_chunk, block_size, keeps_inside=keeps_inside)
+        self._repeats_output = repeats_output
         self._only_prompts = num_slots > 0 and state_chunk > 1
         self._pending: dict[Sequence, None] = {}  # of which a snapshot will probably be taken
 
@@ -158,15 +163,13 @@ class BlockManager:
         assert self.slots is not None
         found, unit, known = 0, self.slots.unit, sequence.token_ids
         most = self._most_cached(sequence)
-        first = known[:unit]
         for other in self._pending:
             held = other.slots
             assert held is not None
-            if other.cache_salt != sequence.cache_salt or other.token_ids[:unit] != first:
-                continue
-            for count in (*held.cuts, *held.kept):
-                if found < count <= most and other.token_ids[:count] == known[:count]:
-                    found = count
+            if other.cache_salt == sequence.cache_salt:
+                common = common_tokens(known, other.token_ids, unit, most)
+                counts = (*held.cuts, *held.marks, *held.planned, *held.kept)
+                found = max(found, *(it for it in counts if it <= common), 0)
         return found
 
     def admit(
@@ -431,7 +434,7 @@ class BlockManager:
         if held is None:
             return False
         sequence.slots = held
-        if sequence.deterministic and self._only_prompts:
+        if self._only_prompts and (sequence.deterministic or self._repeats_output):
             held.num_chunked = sequence.num_prompt_tokens
         if looks_up:
             held.last, held.stop = num_cached, stop
@@ -440,7 +443,7 @@ class BlockManager:
                 held.marks = [count for count in marks if count not in cuts]
             else:
                 held.interval = interval_of(sequence.num_tokens)
-            if held.cuts:
+            if held.is_pending:
                 self._pending[sequence] = None
         return True
 

@@ -27,8 +27,8 @@ _MOST_INTERVALS: Final = 8
 """Tokens between two states that are kept within a prompt, and how many of them; a longer prompt has longer intervals.
 A snapshot is as large as the keys and values of 1,000 to 2,000 tokens of the same model."""
 _MOST_MARKS: Final = 160
-"""States that are kept within a prompt while slots are free. On an H100, that of Qwen3.5-0.8B, 18.9 MB, takes as long to
-write as one or two tokens take to compute."""
+"""States that are kept within a prompt while slots are free. On an H100, that of Qwen3.5-0.8B, 18.9 MB, takes as long
+to write as one or two tokens take to compute."""
 
 
 def interval_of(num_tokens: int) -> int:
@@ -133,18 +133,24 @@ class SequenceSlots:
     kept: dict[int, Kept] = field(default_factory=dict)
 
     def cut(self, start: int, num_tokens: int) -> int:
-        """Return how many of the `num_tokens` tokens from `start` on a step may compute."""
+        """Return how many of the `num_tokens` tokens from `start` on a step may compute.
+
+        A token alone, as the last one of a prompt may be after a hit, is a decode row, which may have other bits than
+        as a part of a prompt. So one after a multiple of `align` is always alone.
+        """
         if start >= self.num_chunked:
             return 1
         stop = min(start + num_tokens, self.num_chunked)
         if self.cuts and not self.keeps_inside:
             stop = min(stop, self.cuts[0])
+        if self.align > 1 and stop % self.align == 1 and stop - start > 1:
+            stop -= 1
         return stop - start
 
     @property
     def is_pending(self) -> bool:
         """Whether a snapshot will probably be taken of it."""
-        return bool(self.cuts or self.planned or self.kept)
+        return bool(self.cuts or self.marks or self.planned or self.kept)
 
 
 class StateSlots:

@@ -13,6 +13,7 @@ from server.engine.core.queue.shared_beginnings import SharedBeginnings
 from server.engine.core.queue.waiting_queue import WaitingQueue
 from server.engine.core.request import FinishReason
 from server.engine.core.request_checks import DuplicateRequestError
+from server.engine.core.results.suspects import Suspects
 from server.engine.core.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class LiveSequences:
         place_limits: most running sequences of some clients; see `limit_places`.
         num_preemptions: preemptions so far.
         output_means: how much ended sequences have generated.
+        suspects: sequences that may make their step fail.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LiveSequences:
         self.place_limits: dict[str, int] = {}
         self.num_preemptions = 0
         self.output_means = OutputMeans()
+        self.suspects = Suspects()
         self._most_running = config.max_num_seqs
         self._block_manager, self._accounting = block_manager, accounting
         self._by_id: dict[int, Sequence] = {}
@@ -116,6 +119,8 @@ class LiveSequences:
             return (
                 False  # preempted by a schedule that was not started: not all its tokens have ids
             )
+        if self.suspects and not self.suspects.may_run(sequence, self.running):
+            return False
         num_spare, beginnings = self.num_growing(), self._beginnings
         if beginnings is None:
             if not self._block_manager.admit(sequence, num_spare):
@@ -176,6 +181,7 @@ class LiveSequences:
             num_tokens_in_flight=sequence.num_tokens_in_flight,
             has_output=sequence.num_output_tokens > 0,
         )
+        self.suspects.discard(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.check_at = 0
         sequence.finish_reason = reason

@@ -23,6 +23,32 @@ _MOST_CUTS: Final = 4
 _Key: TypeAlias = "tuple[CacheSalt, tuple[int, ...]]"
 
 
+def common_tokens(a: list[int], b: list[int], unit: int, most: int, start: int = 0) -> int:
+    """Return the number of leading tokens that two lists share, in whole units.
+
+    Args:
+        a: a list.
+        b: another one.
+        unit: tokens.
+        most: tokens that count.
+        start: a multiple of `unit`; if they share no more than so many tokens, the result is 0.
+    """
+    low, high = start // unit, min(most, len(a), len(b)) // unit
+    first = low * unit
+    # The next unit first: beginnings mostly differ there, if anywhere.
+    is_longer = low < high and a[first : first + unit] == b[first : first + unit]
+    if not is_longer or a[:first] != b[:first]:
+        return 0
+    low += 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low * unit : middle * unit] == b[low * unit : middle * unit]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * unit
+
+
 class SharedBeginnings:
     """Owns an index of the waiting prompts by their first tokens. Part of `LiveSequences`.
 
@@ -69,7 +95,10 @@ class SharedBeginnings:
         counts: Counter[int] = Counter()
         for other in islice(group, _MOST_COMPARED + 1):
             if other is not sequence:
-                counts[self._common(sequence, other, start)] += 1
+                # The last token of a prompt does not count, since it is computed in any case.
+                most = min(sequence.num_prompt_tokens, other.num_prompt_tokens) - 1
+                unit = self._unit
+                counts[common_tokens(sequence.token_ids, other.token_ids, unit, most, start)] += 1
         del counts[0]
         return sorted(counts, key=lambda it: counts[it] * (it - start), reverse=True)[:_MOST_CUTS]
 
@@ -80,27 +109,3 @@ class SharedBeginnings:
         members = [(it, key) for key, group in self._groups.items() for it in group]
         assert len(members) == len(long)
         assert dict(members) == self._key_of
-
-    def _common(self, sequence: Sequence, other: Sequence, start: int) -> int:
-        """Return the number of leading tokens that two prompts share, in whole units; 0 if not more than `start`.
-
-        The last token of a prompt does not count, since it is computed in any case.
-        """
-        unit, a, b = self._unit, sequence.token_ids, other.token_ids
-        most = min(sequence.num_prompt_tokens, other.num_prompt_tokens) - 1
-        low, high = start // unit, most // unit
-        first = low * unit
-        if (
-            low >= high
-            or a[first : first + unit] != b[first : first + unit]
-            or a[:first] != b[:first]
-        ):
-            return 0
-        low += 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if a[low * unit : middle * unit] == b[low * unit : middle * unit]:
-                low = middle
-            else:
-                high = middle - 1
-        return low * unit

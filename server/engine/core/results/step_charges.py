@@ -21,6 +21,7 @@ class StepCharges:
         # Sequences that enter the batch with the step to be started next, and with each started step.
         self._entering: list[Sequence] = []
         self._entered: deque[list[Sequence]] = deque()
+        self._idle: deque[list[Sequence]] = deque()  # those without a token in each started step
         self._left: set[Sequence] = set()  # preempted while a step was started
         self._without_token: list[Sequence] = []  # scheduled, no token committed yet
 
@@ -34,10 +35,15 @@ class StepCharges:
         """Note that a sequence was preempted while a step was started."""
         self._left.add(sequence)
 
-    def start(self) -> None:
-        """Note that the scheduled step was started."""
+    def start(self, idle: list[Sequence]) -> None:
+        """Note that the scheduled step was started.
+
+        Args:
+            idle: sequences of the batch that have no token in it.
+        """
+        self._idle.append(idle)
         # A schedule that was not started may have admitted sequences that this one preempted.
-        self._entered.append([s for s in self._entering if s.status is SequenceStatus.RUNNING])
+        self._entered.append(_running(self._entering))
         self._entering = []
 
     def charge(self, output: SchedulerOutput, device_seconds: float) -> None:
@@ -46,9 +52,10 @@ class StepCharges:
         price = accounting.charge_step(
             output.num_tokens, device_seconds, prefill=bool(output.prefill)
         )
-        for sequence in self._entered.popleft():
-            if sequence.status is SequenceStatus.RUNNING:
-                accounting.enter(sequence.account)
+        for sequence in _running(self._entered.popleft()):
+            accounting.enter(sequence.account)
+        for sequence in _running(self._idle.popleft()):
+            sequence.account.charge(-1, price, -1)
         for row in output.prefill:
             if row.sequence.finish_reason is None:
                 row.sequence.account.charge(row.num_tokens - 1, price)
@@ -74,3 +81,7 @@ class StepCharges:
             elif sequence.finish_reason is None:
                 waiting.append(sequence)
         self._without_token = waiting
+
+
+def _running(sequences: list[Sequence]) -> list[Sequence]:
+    return [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]

@@ -4,7 +4,7 @@ First the whole step: the cause may have been temporary, and the memory that oth
 free now. A part that fails is divided into two, down to single rows. A step with one culprit among n sequences is thus
 computed about 2 log2(n) times more, in ever smaller parts. That is safe since a step changes nothing but the slots of
 its own tokens in the KV cache, to which it writes the same keys and values again. It is not safe where layers have a
-state of fixed size, which the failed step may have replaced: all sequences of such a step end with an error.
+state of fixed size, which the failed step may have replaced: all sequences of such a step begin again (`suspects`).
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ def retry_step(
             log.exception(
                 "request %d makes its step fail and ends with an error", part[0].sequence.request_id
             )
-            is_out_of_memory = isinstance(error, MemoryError) or "out of memory" in str(error)
-            _fail(part, retried, OUT_OF_MEMORY if is_out_of_memory else STEP_FAILED)
+            _fail(part, retried, error_text(error))
             continue
         num_computed += 1
         retried.prompt_logprobs |= result.prompt_logprobs
@@ -108,16 +107,10 @@ def retry_step(
     return retried
 
 
-def fail_step(rows: list[ScheduledSequence], error: Exception | None) -> RetriedStep:
-    """Return the results of a step that cannot be computed again.
-
-    Args:
-        rows: see `Scheduler.not_started`.
-        error: why it has no results; None if it was launched on the results of a step that failed.
-    """
-    failed = RetriedStep(error=error or RuntimeError(STEP_FAILED))
-    _fail(rows, failed, STEP_FAILED)
-    return failed
+def error_text(error: Exception | None) -> str:
+    """Return what a client is told about an error of a step."""
+    is_out_of_memory = isinstance(error, MemoryError) or "out of memory" in str(error)
+    return OUT_OF_MEMORY if is_out_of_memory else STEP_FAILED
 
 
 def _fail(rows: list[ScheduledSequence], retried: RetriedStep, reason: str) -> None:

@@ -72,6 +72,9 @@ class Admission:
 
     def admit_next(self) -> Chunk | None:
         """Admit the head of the queue, or a shorter one if there is no place for it; see `divide`."""
+        if suspects := self._live.suspects:
+            suspect = suspects.next(self._live.waiting)
+            return None if suspect is None else self.admit(suspect)
         head = self._candidate(shortest=False)
         if head is None:
             return None
@@ -92,6 +95,8 @@ class Admission:
 
     def admit_before(self, chunk: Chunk) -> Chunk | None:
         """Admit a sequence that is served before a chunk, if there is a place for it; see `divide`."""
+        if self._live.suspects:
+            return None
         shortest = self._candidate(shortest=True)
         if shortest is None or shortest.priority > chunk.sequence.priority:
             return None

@@ -66,7 +66,7 @@ class ClientShares:
         live = self._live
         places = live.num_places
         most = max(places.values(), default=0)
-        if most < _FEWER:
+        if most < _FEWER or live.suspects:
             return None
         waiting = live.waiting
         head = waiting.head

@@ -12,7 +12,6 @@ from server.engine.core.sequence import Sequence
 from server.engine.core.step import ScheduledSequence
 
 _rank = attrgetter("sequence.rank")
-_num_tokens = attrgetter("num_tokens")
 _NO_LIMITS: Final[Mapping[str, int]] = MappingProxyType({})
 
 
@@ -93,7 +92,7 @@ def divide(
         align: of all sequences.
 
     Returns:
-        Rows, in the order of the running list; at least one token for each chunk and each admitted sequence, unless
+        Rows, in the order of the running list; at least one token for each chunk and each admitted sequence, or none if
         `align` is more than 1.
     """
     rows: list[ScheduledSequence] = []
@@ -139,7 +138,8 @@ def divide(
                 left[client] -= more
             rows.append(_row(chunk, num_tokens + more))
         chunks = []
-    return sorted(filter(_num_tokens, rows), key=_rank)
+    rows.sort(key=_rank)
+    return rows
 
 
 def _admit_before(

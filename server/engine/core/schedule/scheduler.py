@@ -94,7 +94,8 @@ class Scheduler:
         admission: decides which waiting sequences are admitted, and counts their prompts.
         num_prefill_tokens: known tokens of running sequences that the last schedule left for later steps.
         prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
-        output_rate: tokens generated per second, of the steps during which sequences waited for a place.
+        output_rate: tokens generated per second, of the steps during which sequences waited for a place or a slot.
+        waits_for_slots: whether others wait until a sequence releases the slot of its adapter; may be set.
         accounting: what sequences and steps used.
         drafts: chooses the tokens that are proposed for the decode rows.
 
@@ -114,8 +115,11 @@ class Scheduler:
         self.accounting = Accounting()
         self.prompt_rate = Rate()
         self.output_rate = Rate()
+        self.waits_for_slots = False
         self._num_counted = 0  # of the generated tokens, those of steps before
-        self._is_full = False  # whether the last schedule left sequences waiting for a place
+        self._is_full = (
+            False  # whether the last schedule left sequences waiting for a place or a slot
+        )
         self._charges = StepCharges(self.accounting)
         self._live = LiveSequences(config, block_manager, self.accounting)
         self.admission = Admission(self._live, block_manager, self.accounting, self._charges)
@@ -124,6 +128,7 @@ class Scheduler:
         self.drafts = DraftPolicy(config, drafter, pads=pads_drafts)
         self._short_steps = ShortSteps(self._live, block_manager, self.accounting)
         self._results = StepResults(self._live, block_manager, self.accounting)
+        self._idle: list[Sequence] = []  # that run and have no token in the latest `schedule`
         self._align = 1 if block_manager.slots is None else block_manager.slots.chunk
         self._scheduled: SchedulerOutput | None = None
         self._decode_batch = DecodeBatch([])  # of the latest `schedule`
@@ -250,6 +255,7 @@ class Scheduler:
         repeated: list[Sequence] = []
         preempted: list[int] = []
         self.admission.begin(self.num_steps)
+        self._idle = []
         self._apply_shares(preempted)
         # A preemption takes a sequence out of a new list during this loop, never one that the loop has already passed.
         for sequence in self._live.running:
@@ -281,7 +287,8 @@ class Scheduler:
                 chunks, decoding, starts, num_logits, prefill, admits=not preempted
             )
         decode = self._decode_rows(decoding, starts, num_logits, drafts=not (prefill or preempted))
-        self._is_full = bool(self._live.waiting) and self.num_free_places <= 0
+        is_short = bool(self._live.waiting) and self.num_free_places <= 0
+        self._is_full = is_short or self.waits_for_slots
         output = SchedulerOutput(
             step=self.num_steps,
             decode=decode,
@@ -315,6 +322,9 @@ class Scheduler:
         for row in divide(budget, chunks, source, self._live.place_limits, self._align):
             num_left = row.sequence.num_known_tokens - row.start - row.num_tokens
             self.num_prefill_tokens += num_left
+            if not row.num_tokens:
+                self._idle.append(row.sequence)
+                continue
             if row.num_tokens > 1:
                 prefill.append(row)
                 self.block_manager.plan_state(row.sequence, row.start, row.start + row.num_tokens)
@@ -338,7 +348,7 @@ class Scheduler:
         assert output is self._scheduled, "a step is started once, and only the latest one"
         self._scheduled = None
         self._started.append(output)
-        self._charges.start()
+        self._charges.start(self._idle)
         decode = output.decode
         sequences = decode.batch.sequences
         for sequence, start in zip(sequences, decode.starts, strict=True):
@@ -441,6 +451,36 @@ class Scheduler:
         self._complete_end(output, device_seconds)
         return events
 
+    def begin_again(
+        self, output: SchedulerOutput, error: str, device_seconds: float = 0.0, *, is_cause: bool
+    ) -> StepEvents:
+        """Enter a step that failed and cannot be computed again: all running sequences are preempted.
+
+        One that is known to make steps fail ends instead; see `Suspects`.
+
+        Args:
+            output: see `commit`.
+            error: of a sequence that ends.
+            device_seconds: see `commit`.
+            is_cause: whether the step failed by itself, and not because it was launched on the results of one that did.
+
+        Returns:
+            See `commit`.
+        """
+        assert output is self._started[0], "steps end in the order in which they were started"
+        sequences = [row.sequence for row in chain(output.decode, output.prefill)]
+        running = [it for it in sequences if it.status is RUNNING]
+        culprit = self._live.suspects.note_failure(running) if is_cause and running else None
+        for sequence in self._live.running:  # which becomes another list
+            if sequence is not culprit:
+                self._live.preempt(sequence)
+        for sequence in sequences:
+            if sequence.finish_reason is None and sequence is not culprit:
+                self._charges.preempt(sequence)
+        self._decode_batch = NO_ROWS.batch
+        results = {} if culprit is None else {culprit: [FailedResult(error)]}
+        return self.commit_parts(output, results, device_seconds)
+
     def fail(self, output: SchedulerOutput, error: str, device_seconds: float = 0.0) -> StepEvents:
         """End the sequences of a failed step with an error, and remove their blocks from the prefix cache.
 
@@ -477,6 +517,8 @@ class Scheduler:
     def _complete_end(self, output: SchedulerOutput, device_seconds: float) -> None:
         """Update the rates after the results of all rows."""
         self._charges.note_first_tokens()
+        if self._live.suspects:
+            self._live.suspects.clear_advanced()
         if self._is_full:
             self.output_rate.add(self.num_generated_tokens - self._num_counted, device_seconds)
         self._num_counted = self.num_generated_tokens

@@ -296,6 +296,7 @@ class EngineSupervisor:
             num_running=0,
             num_waiting=0,
             num_prefill_tokens=0,
+            num_waiting_for_slots=0,
             waiting_by_length=[],
             waiting_tokens_by_length=[],
             waiting_output_by_length=[],

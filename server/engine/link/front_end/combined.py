@@ -19,7 +19,7 @@ from server.engine.link.protocol import EngineReport, EngineState
 
 _SUMS: Final = (
     "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_reserved_tokens",
-    "num_prefill_tokens", "num_snapshots",
+    "num_prefill_tokens", "num_snapshots", "num_waiting_for_slots",
 )  # fmt: skip
 _RATES: Final = ("prompt_rate", "output_rate")
 _LIST_SUMS: Final = ("waiting_by_length", "waiting_tokens_by_length", "waiting_output_by_length")

@@ -14,8 +14,8 @@ from kernels.step.single_launch import has_run
 from model.executors.bound import deterministic_unsupported
 from model.executors.columns import ADAPTER, Bucket
 from model.executors.cpu_library import CACHE_DTYPE as CPU_CACHE_DTYPE
-from model.executors.layer_kernels import attention_kernels, layer_kernels
-from model.executors.layers import LAYERS
+from model.executors.layers.executor import LAYERS
+from model.executors.layers.layer_kernels import attention_kernels, layer_kernels
 from model.executors.modules.executor import MODULES
 from model.executors.single_launch import ROW_COUNTS, SINGLE_LAUNCH
 from model.executors.table import choose_executor
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kernels import AttentionProblem, GPUArch
     from kernels.selection import Refusal
     from model.decoder import DecoderLM
-    from model.executors.layer_kernels import AnyChoice
+    from model.executors.layers.layer_kernels import AnyChoice
 
 _DECODE_ROWS: Final = (1, *ROW_COUNTS, 64)
 _KERNELS: Final = {LAYERS.name: layer_kernels, MODULES.name: attention_kernels}

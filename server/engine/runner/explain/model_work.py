@@ -15,6 +15,7 @@ from kernels.weight_format import FP8_ROWS, unquantized
 from model.network.attention_problems import attention_problem, same_problem
 from model.network.parallel import head_rows
 from model.network.sizes import dtype_bytes, table_bytes
+from model.network.spec import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,20 +155,28 @@ class ModelWork:
         form = FP8_ROWS if model.weight_format == FP8_ROWS else unquantized(dtype)
         self._dtype = form.dtype
         self._head = head_rows(network.vocab, model.num_ranks) * network.hidden
-        layers = sum(layer.num_parameters(network.hidden) for layer in network.layers)
-        self._inner = layers + network.norm.num_parameters(network.hidden)
+        sizes = [layer.num_parameters(network.hidden) for layer in network.layers]
+        first = network.num_writing
+        self._inner = sum(sizes[:first]) + network.norm.num_parameters(network.hidden)
+        self._inner_of_wanted = sum(sizes[first:])
         # A step reads only the rows of its tokens of the tables, but all of the head, which may be one of them.
         unread = table_bytes(network, dtype, model.num_ranks)
         self._read_bytes = model.weight_bytes - unread + self._head * dtype_bytes(dtype)
         self.num_layers = len(network.layers)
         self._state_bytes = network.state(kv_dtype or dtype).slot_bytes
-        counts = Counter(map(same_problem, network.attentions))
-        self._attention: list[tuple[dict[Phase, AttentionProblem], int]] = [
+        counts = Counter(
+            (same_problem(layer.mixer), index >= first)
+            for index, layer in enumerate(network.layers)
+            if isinstance(layer.mixer, Attention)
+        )
+        # Of a prompt, layers without keys of their own compute one token.
+        self._attention: list[tuple[dict[Phase, AttentionProblem], bool, int]] = [
             (
                 {it: attention_problem(mixer, it, dtype, block_size, kv_dtype) for it in Phase},
+                only_wanted,
                 count,
             )
-            for mixer, count in counts.items()
+            for (mixer, only_wanted), count in counts.items()
         ]
 
     def step(self, rows: Sequence[Rows]) -> Work:
@@ -175,12 +184,13 @@ class ModelWork:
         tokens = sum(row.count * row.new_tokens for row in rows)
         sequences = sum(row.count for row in rows)
         moved = self._read_bytes
-        flops = 2 * self._inner * tokens + 2 * self._head * sequences
+        flops = 2 * self._inner * tokens + 2 * (self._inner_of_wanted + self._head) * sequences
         for row in rows:
             moved += 2 * row.count * self._state_bytes  # read and written
-            phase = Phase.DECODE if row.new_tokens == 1 else Phase.PREFILL
-            for problems, layers in self._attention:
-                attention = attention_work(problems[phase], row.count, row.new_tokens, row.context)
+            for problems, only_wanted, layers in self._attention:
+                new_tokens = 1 if only_wanted else row.new_tokens
+                phase = Phase.DECODE if new_tokens == 1 else Phase.PREFILL
+                attention = attention_work(problems[phase], row.count, new_tokens, row.context)
                 moved += layers * attention.bytes_moved
                 flops += layers * attention.flops
         return Work(moved, flops)

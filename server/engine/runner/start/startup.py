@@ -101,14 +101,16 @@ def start_engine(
     device = runner.device
     dtype = model.dtype
     num_blocks = runner.num_cache_tokens // config.block_size
+    states = runner.state_kernels
     blocks = BlockManager(
         num_blocks,
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
         num_slots=runner.kv_cache.num_slots,
-        state_chunk=runner.kv_cache.spec.chunk,
-        keeps_inside=runner.keeps_states,
+        state_chunk=states.chunk,
+        keeps_inside=states.keeps,
+        repeats_output=device.type == "cpu",
     )
     if config.state_snapshots is not None:
         _check_snapshots(config, runner)

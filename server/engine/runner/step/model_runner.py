@@ -17,7 +17,7 @@ import torch
 
 from kernels import Phase, detect, shared_prefix_is_faster, takes_shared_prefix
 from model.device.memory import is_out_of_memory, release_cached
-from model.executors.recurrent import keeps_states
+from model.executors.layers.recurrent import StateKernels, state_kernels
 from model.executors.single_launch import exact_rows
 from model.executors.step import StepOutput
 from model.sampling.mask import RowMasks
@@ -292,9 +292,9 @@ class ModelRunner:
         )
 
     @property
-    def keeps_states(self) -> bool:
-        """Whether steps write states that are kept within the tokens of a prompt; see `StateSlots`."""
-        return keeps_states(self.model.network, self.model.dtype_name, detect(self.device))
+    def state_kernels(self) -> StateKernels:
+        """How steps compute states of fixed size."""
+        return state_kernels(self.model.network, self.model.dtype_name, detect(self.device))
 
     def describe_plan(self) -> PlanReport:
         """Report the executor and the kernels of every kind of step, and the reasons for them."""

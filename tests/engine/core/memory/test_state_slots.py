@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.engine.core.memory.state_slots import NO_SLOT, StateSlots
+from server.engine.core.memory.state_slots import NO_SLOT, StateSlots, interval_of, marks_of
 from tests.engine.core.bookkeeping import (
     Token,
     add,
@@ -237,3 +237,149 @@ def test_rows_that_read_and_write_other_slots_are_another_batch():
 
     # All decode, with one slot each to read and to write.
     assert batches[0] is batches[1] is batches[2]
+
+
+def snapshot(slots, link, num_tokens, *, start=None, mark=False):
+    """Let a sequence end that leaves a snapshot after `num_tokens` tokens."""
+    held = slots.admit(start, [] if mark else [num_tokens])
+    held.stop = num_tokens
+    held.interval = 4 if mark else 0
+    slots.advance(held, num_tokens)
+    if num_tokens in held.kept:
+        slots.keep(held, num_tokens, link)
+    slots.free(held)
+
+
+def test_snapshots_at_intervals_leave_before_those_at_ends_of_prompts():
+    slots = StateSlots(4)
+    snapshot(slots, 1, 4)
+    snapshot(slots, 2, 8, mark=True)
+    snapshot(slots, 3, 4)
+    running = [slots.admit(None), slots.admit(None)]
+
+    assert (slots.longest([1]), slots.longest([2]), slots.longest([3])) == (1, 0, 1)
+    slots.check_invariants(running, [1, 2, 3])
+    assert (slots.num_taken, slots.num_evicted) == (3, 1)
+
+
+def test_a_snapshot_at_an_interval_lasts_once_a_sequence_began_at_it():
+    slots = StateSlots(4)
+    snapshot(slots, 1, 4)
+    snapshot(slots, 2, 8, mark=True)
+    slots.free(slots.admit(2))
+    snapshot(slots, 3, 12, mark=True)
+    running = [slots.admit(None) for _ in range(3)]
+
+    assert (slots.longest([1]), slots.longest([2]), slots.longest([3])) == (0, 1, 0)
+    assert slots.num_hits == 1
+    slots.check_invariants(running, [1, 2, 3])
+
+
+def test_a_state_at_an_interval_takes_the_slot_of_no_snapshot_that_lasts():
+    slots = StateSlots(2)
+    snapshot(slots, 1, 4)
+    snapshot(slots, 2, 8, mark=True)
+
+    assert (slots.longest([1]), slots.longest([2])) == (1, 0)
+
+
+def test_the_last_prompt_of_a_conversation_replaces_the_one_before():
+    slots = StateSlots(4)
+    snapshot(slots, 1, 4)
+    snapshot(slots, 2, 8)
+    snapshot(slots, 3, 12, start=1)  # goes on from the first
+    slots.admit(None)
+    slots.admit(None)
+
+    assert (slots.longest([1]), slots.longest([2]), slots.longest([3])) == (0, 1, 1)
+
+
+def test_a_beginning_of_several_prompts_is_not_superseded():
+    slots = StateSlots(5)
+    snapshot(slots, 1, 4)
+    slots.free(slots.admit(1))
+    snapshot(slots, 2, 8, start=1)
+    snapshot(slots, 3, 8, start=2)
+
+    assert {link: it.is_lasting for link, it in slots._snapshots.items()} == {
+        1: True,
+        2: False,
+        3: True,
+    }
+
+
+def test_longer_prompts_have_longer_intervals():
+    assert [interval_of(n) for n in (1, 4096, 4097, 131072)] == [512, 512, 1024, 16384]
+
+
+def test_states_are_kept_close_to_each_other_while_slots_are_free():
+    assert marks_of(1000, 0, 960, 64, 100) == [*range(64, 960, 64)]
+    assert marks_of(1000, 512, 960, 64, 100) == [*range(576, 960, 64)]
+    assert marks_of(1000, 0, 960, 64, 20) == [512]
+    assert marks_of(20000, 0, 19968, 64, 100) == [512, 1024, 2048, *range(4096, 19968, 4096)]
+    assert len(marks_of(1 << 20, 0, 1 << 20, 64, 1 << 20)) <= 160
+    assert all(count % 48 == 0 for count in marks_of(5000, 0, 4992, 48, 0))
+
+
+def test_states_within_a_prompt_take_no_step_of_their_own():
+    it = scheduler(num_slots=60, num_blocks=60, keeps_inside=True)
+
+    _, computed = serve(it, 1, PROMPT, 2)
+
+    assert computed == [(0, 19), (19, 1)]
+    assert num_snapshots(it) == 4
+    assert serve(it, 2, [*PROMPT[:13], 5, 5])[1] == [(12, 3)]
+    assert it.idle_violations() == []
+
+
+@pytest.mark.parametrize("keeps_inside", [False, True], ids=["cut", "kept inside"])
+@pytest.mark.parametrize("budget", [8, 9, 12, 100])
+def test_prompts_end_in_steps_at_multiples_of_the_chunk(budget, keeps_inside):
+    it = scheduler(
+        num_slots=20, state_chunk=8, keeps_inside=keeps_inside,
+        max_num_seqs=1, max_num_batched_tokens=budget,
+    )  # fmt: skip
+
+    _, computed = serve(it, 1, range(100, 144), 2)
+
+    ends = [start + count for start, count in computed]
+    assert all(end % 8 == 0 or end >= 44 for end in ends)
+    assert serve(it, 2, range(100, 144))[0].num_cached_tokens == 40
+
+
+def test_the_last_token_of_a_prompt_is_alone_if_it_may_be_after_a_hit():
+    it = scheduler(num_slots=20, state_chunk=8, keeps_inside=True)
+
+    assert serve(it, 1, range(100, 141))[1] == [(0, 40), (40, 1)]
+    assert serve(it, 2, range(100, 141))[1] == [(40, 1)]
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "expected"), [(True, [(24, 4), (28, 1), (29, 1)]), (False, [(24, 6)])]
+)
+def test_generated_tokens_are_computed_again_as_they_were_if_their_bits_matter(
+    deterministic, expected
+):
+    it = scheduler(state_chunk=8, max_num_seqs=1)
+    sequence = add(it, 1, list(range(100, 128)), 6)
+    sequence.deterministic = deterministic
+    for _ in range(3):
+        step(it)
+    assert sequence.num_tokens == 30
+    it._live.preempt(sequence)
+
+    found = []
+    while it.has_work and sequence.num_tokens < 31:
+        found.append(step(it)[0])
+
+    assert chunks(found) == expected
+    finish_everything(it)
+
+
+def test_output_is_not_cached_where_prompts_are_computed_in_chunks():
+    it = scheduler(state_chunk=8)
+    first, _ = serve(it, 1, range(100, 120), 16)
+
+    assert it.block_manager.num_idle_blocks == 5
+    again, _ = serve(it, 2, [*first.token_ids, 1])
+    assert again.num_cached_tokens == 16

@@ -13,7 +13,6 @@ from server.engine.core.request import FinishReason
 from server.engine.core.results.step_retry import (
     OUT_OF_MEMORY,
     STEP_FAILED,
-    fail_step,
     retry_step,
 )
 from server.engine.core.schedule.scheduler import Scheduler
@@ -325,21 +324,67 @@ def test_prompt_log_probabilities_of_a_step_computed_in_parts_reach_every_client
     harness.assert_idle()
 
 
-def test_a_step_that_replaced_states_is_not_computed_again_and_ends_all_its_sequences(monkeypatch):
+@pytest.fixture
+def with_states(monkeypatch):
+    """Let no step be computed again, as where layers have states of fixed size."""
     monkeypatch.setattr(Scheduler, "repeats_steps", property(lambda scheduler: False))
-    harness = Harness("raise@step=3")
-    made = requests(3)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+@pytest.mark.parametrize("fault", ["raise@step=3", "oom@step=1", "raise@step=3:times=2"])
+@pytest.mark.usefixtures("with_states")
+def test_sequences_of_a_step_that_replaced_states_begin_again(fault, ahead):
+    harness = Harness(fault, runs_ahead=ahead)
+    made = requests(5)
     harness.submit(*made)
 
     events = harness.run()
 
-    assert [ids for step, ids in harness.launched if step == 2] == [[0, 1, 2]]
-    assert {found[-1].error for found in events.values()} == {STEP_FAILED}
-    assert [len(tokens_of(events[i])) for i in range(3)] == [2, 2, 2]
-    again = make_request(7, 6, 8)
-    harness.submit(again)
-    assert tokens_of(harness.run()[7]) == expected_tokens(again)
+    assert all(tokens_of(events[r.request_id]) == expected_tokens(r) for r in made)
+    assert harness.engine.stats().num_preemptions >= 5
     harness.assert_idle()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+@pytest.mark.parametrize("place", [0, 4, 11])
+@pytest.mark.usefixtures("with_states")
+def test_a_sequence_that_makes_steps_fail_which_replaced_states_ends_alone(place, ahead):
+    harness = Harness(runs_ahead=ahead)
+    made = requests(12)
+    made[place].prompt_token_ids[1] = 666
+    harness.submit(*made)
+
+    events = harness.run()
+
+    assert events[place][-1].error == STEP_FAILED
+    for request in made[:place] + made[place + 1 :]:
+        assert tokens_of(events[request.request_id]) == expected_tokens(request)
+    assert harness.engine.stats().num_failed_steps <= 6
+    assert not harness.engine._scheduler._live.suspects
+    harness.assert_idle()
+
+
+@pytest.mark.usefixtures("with_states")
+def test_a_lone_sequence_begins_again_once():
+    harness = Harness()
+    made = make_request(0, [1, 666, 3], 8)
+    harness.submit(made)
+
+    events = harness.run()
+
+    assert events[0][-1].error == STEP_FAILED
+    assert len(harness.launched) == 2
+    harness.assert_idle()
+
+
+@pytest.mark.usefixtures("with_states")
+def test_the_engine_ends_if_every_sequence_makes_its_step_fail():
+    harness = Harness()
+    harness.submit(*(make_request(i, [i, 666, 3], 8) for i in range(12)))
+
+    with pytest.raises(RuntimeError, match="token 666"):
+        harness.run()
+    assert len(harness.channel.events()) == 5
 
 
 # The retry alone: a runner that fails with every part that has a culprit.
@@ -550,15 +595,3 @@ def test_each_part_counts_as_progress_so_that_a_long_retry_is_no_hang():
     retry(runner, rows_of(8), progress)
 
     assert progress.count - before == len(runner.parts) == 7
-
-
-@pytest.mark.parametrize("error", [ValueError("the cause"), None])
-def test_a_step_that_cannot_be_computed_again_fails_all_its_sequences(error):
-    rows = rows_of(3, 2)
-
-    failed = fail_step(rows, error)
-
-    assert {row.sequence for row in rows} == set(failed.results)
-    assert [[r.error for r in found] for found in failed.results.values()] == [[STEP_FAILED]] * 5
-    assert (str(failed.error), failed.is_broken) == (str(error or STEP_FAILED), False)
-    assert failed.prompt_logprobs == {}

@@ -22,7 +22,7 @@ from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
 from model.executors import single_launch
 from model.executors.columns import Bucket
-from model.executors.layer_kernels import layer_kernels
+from model.executors.layers.layer_kernels import layer_kernels
 from model.hub.resolve import resolve
 from model.sampling.sampler import SAMPLERS, HostTokens, Sampler
 from server.cli.bench.engine.options import SHAPES, shapes

@@ -7,6 +7,7 @@ import pytest
 
 from kernels import detect
 from kernels.arch import CATALOGUE, CPU
+from model.network.state import Fixed, StateSpec
 from server.engine.core.messages import EngineConfig, StartupFailed
 from server.engine.core.start_checks import StartupError
 from server.engine.link.engine_process import process
@@ -86,6 +87,38 @@ def test_a_small_model_computes_more_tokens_of_prompts_alone(
     config = EngineConfig(model_path="", model_id="", tensor_parallel=num_ranks)
 
     assert step_limits(config, model, processor(arch)).prefill_budget == expected
+
+
+def hybrid(monkeypatch):
+    """Let the layers of `MODEL` keep a state of fixed size, in chunks of 64 tokens."""
+    state = StateSpec("float32", (Fixed(((8,),), ("float32",), 64),))
+    monkeypatch.setattr(type(MODEL.network), "state", lambda _network, _dtype: state)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "budget", "expected"),
+    [(None, None, (64, 512)), (None, 70, (7, 70)), (7, 70, (7, 70)), (2000, None, (2000, 4000))],
+)
+def test_a_step_of_a_hybrid_has_room_for_a_chunk(monkeypatch, sequences, budget, expected):
+    hybrid(monkeypatch)
+    config = EngineConfig(
+        model_path="", model_id="", max_num_seqs=sequences, max_num_batched_tokens=budget
+    )
+
+    limits = step_limits(config, MODEL, CPU)
+
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == expected
+
+
+@pytest.mark.parametrize(("sequences", "budget", "least"), [(8, 70, 71), (None, 63, 64)])
+def test_too_few_tokens_for_a_step_of_a_hybrid_are_refused(monkeypatch, sequences, budget, least):
+    hybrid(monkeypatch)
+    config = EngineConfig(
+        model_path="", model_id="", max_num_seqs=sequences, max_num_batched_tokens=budget
+    )
+
+    with pytest.raises(StartupError, match=rf"tokens is {budget}; at least {least} is needed"):
+        step_limits(config, MODEL, CPU)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.linear.projection import Projection, ResidualWriter
-    from model.executors.binder import Binder
+    from model.executors.layers.binder import Binder
     from model.network.layers import DecoderLayer
     from model.network.parameters import DecoderParameters
     from model.network.sublayers import AltUp, Laurel

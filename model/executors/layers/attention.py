@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kernels.rope.cache import Rotation
     from kernels.selection import VectorSpec
     from model.device.kv_cache import KVCache
-    from model.executors.attention_plans import AttentionMetadata
-    from model.executors.binder import Binder
+    from model.executors.layers.attention_plans import AttentionMetadata
+    from model.executors.layers.binder import Binder
     from model.network.layers import DecoderLayer
     from model.network.rope import RotaryEmbedding
     from model.network.spec import Attention, QueryScale

@@ -22,9 +22,9 @@ from kernels.rope import registry as rope
 from kernels.selection import VectorProblem, select_vector
 from kernels.weight_format import unquantized
 from kernels.weights import Weight
-from model.executors.attention_plans import attention_planner
-from model.executors.binder import projections
-from model.executors.layers import MIXERS
+from model.executors.layers.attention_plans import attention_planner
+from model.executors.layers.binder import projections
+from model.executors.layers.tables import MIXERS
 from model.network.layers import DecoderLayer
 from model.network.parallel import head_rows
 

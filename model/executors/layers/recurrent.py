@@ -6,6 +6,7 @@ What a mixer computes between its products is one kernel of `kernels.recurrent.r
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 from kernels.recurrent.problem import (
@@ -19,8 +20,8 @@ from kernels.recurrent.problem import (
 from kernels.recurrent.registry import select
 from kernels.recurrent.segments import Segments
 from kernels.selection import load
-from model.network.mixers import GatedDelta, Mamba2, ShortConv
-from model.network.state import Fixed
+from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
+from model.network.state import fixed_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from kernels.recurrent.registry import RecurrentSpec
     from kernels.selection import Choice
     from model.device.kv_cache import KVCache
-    from model.executors.binder import Binder
+    from model.executors.layers.binder import Binder
     from model.executors.step import StepInput
     from model.network.layers import DecoderLayer
     from model.network.spec import Network
@@ -201,13 +202,35 @@ def step_segments(step: StepInput) -> Segments:
     )
 
 
-def keeps_states(network: Network, dtype: str, arch: GPUArch) -> bool:
-    """Return whether the kernels of all layers write states within prompts (`RecurrentSpec.keeps`) on a processor."""
-    mixers = {layer.mixer for layer in network.layers}
-    fixed = [it for it in mixers if isinstance(it.state(dtype), Fixed)]
-    return all(
-        isinstance(mixer, RecurrentMixer)
-        and recurrent_choice(mixer, dtype, arch, deterministic=it).spec.keeps
-        for mixer in fixed
-        for it in (False, True)
-    )
+class StateKernels(NamedTuple):
+    """What the kernels of all recurrent mixers of a network have in common.
+
+    Attributes:
+        keeps: whether they write states within prompts, see `RecurrentSpec.keeps`.
+        chunk: as `StateSpec.chunk`; 1 where they compute token by token.
+    """
+
+    keeps: bool
+    chunk: int
+
+
+def state_kernels(network: Network, dtype: str, arch: GPUArch) -> StateKernels:
+    """Return what is common to the kernels that a processor has for the layers with a state of fixed size."""
+    mixers = {
+        it
+        for layer in network.layers
+        for it in (layer.mixer.mixers if isinstance(layer.mixer, Parallel) else (layer.mixer,))
+    }
+    fixed = {it: state for it in mixers if (state := fixed_of(it.state(dtype))) is not None}
+    keeps, chunk = True, 1
+    for mixer, state in fixed.items():
+        rows: list[RecurrentSpec] = []
+        if isinstance(mixer, RecurrentMixer):
+            choices = (
+                recurrent_choice(mixer, dtype, arch, deterministic=it) for it in (False, True)
+            )
+            rows = [it.spec for it in choices]
+        keeps &= bool(rows) and all(row.keeps for row in rows)
+        if not rows or not all(row.by_token for row in rows):
+            chunk = math.lcm(chunk, state.chunk)
+    return StateKernels(keeps, chunk)

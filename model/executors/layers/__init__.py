@@ -1,0 +1,1 @@
+"""The executor of every network and processor: computes a step layer by layer."""

@@ -1,0 +1,106 @@
+"""What cannot be computed layer by layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kernels.errors import NoKernelError
+from kernels.selection import reasons
+from model.executors.columns import ADAPTER
+from model.executors.layers.tables import MIXERS, MLPS, READS
+from model.network import spec
+from model.network.spec import Attention
+
+if TYPE_CHECKING:
+    from kernels.arch import GPUArch
+    from model.executors.columns import Bucket
+    from model.executors.executor import ModelProblem
+
+
+def unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
+    """List why the steps of a bucket cannot be computed layer by layer; empty if they can."""
+    network, others = problem.network, problem.network.other_mixers
+    tables = {part: row.reads for table in (MIXERS, MLPS) for part, row in table.items()}
+    on_cpu = bucket.deterministic and problem.arch.is_cpu
+    return (
+        *(("weights are in the layout of the C library",) if problem.is_in_library else ()),
+        *(("no deterministic steps on a CPU",) if on_cpu else ()),
+        *spec.unread(network, {**READS, **tables}),
+        *_layer_norms(network),
+        *_late_norms(problem),
+        *_value_norms(network),
+        *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
+        *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
+        *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
+        *(f"no {name} of drafts" for name in others if bucket.queries > 1 or bucket.chained),
+    )
+
+
+def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[str, ...]:
+    """List the parts that have no kernel for deterministic steps on a processor.
+
+    Args:
+        network: the network.
+        dtype: name of the dtype of activations.
+        arch: the processor.
+    """
+    # PyTorch's products of several streams have other bits beside other rows.
+    found = [] if network.streams is None else ["no deterministic AltUp"]
+    for mixer in dict.fromkeys(mixer for it in network.layers for mixer in it.mixers):
+        row = MIXERS.get(type(mixer))
+        if isinstance(mixer, Attention) or row is None:
+            continue
+        if row.choice is None:
+            found.append(f"no deterministic {type(mixer).__name__}")
+            continue
+        try:
+            row.choice(mixer, dtype, arch, deterministic=True)
+        except NoKernelError as error:
+            found.append(str(error))
+    return tuple(dict.fromkeys(found))
+
+
+def _no_adapters(problem: ModelProblem) -> tuple[str, ...]:
+    """List why the layers cannot have adapters."""
+    return reasons(
+        *((True, f"no adapters of {name}") for name in problem.network.other_mixers),
+    )
+
+
+def _layer_norms(network: spec.Network) -> tuple[str, ...]:
+    """List where only RMS norms are computed and the network has layer norms."""
+    per_head = (it.qk_norm for it in network.attentions if not it.qk_norm_by_head)
+    after = (it.norm for it in network.layers if it.post_norms)
+    others = any(it.post_norms and type(it.mixer) is not Attention for it in network.layers)
+    return reasons(
+        (any(it and it.kind == "layer" for it in per_head), "no layer norms of queries and keys"),
+        (any(it.kind == "layer" for it in after), "no layer norms after attention and MLP"),
+        (others, "no norms after mixers other than attention"),
+    )
+
+
+def _late_norms(problem: ModelProblem) -> tuple[str, ...]:
+    """List why the norms after the rotation cannot be computed: their weights are applied to rotated queries alone."""
+    late = [it for it in problem.network.attentions if it.qk_norm is not None and it.late_qk_norm]
+    scaled = any(it.rotary is not None and it.rotary.attention_factor != 1 for it in late)
+    return reasons(
+        (
+            bool(late) and problem.kv_dtype is not None,
+            "no norms of queries and keys after the rotation over a KV cache in FP8: set --kv-cache-dtype auto",
+        ),
+        (scaled, "no norms of queries and keys after a rotation that scales them"),
+        (
+            any(it.joint_qk_norm for it in late),
+            "no norms of all queries and of all keys after the rotation",
+        ),
+    )
+
+
+def _value_norms(network: spec.Network) -> tuple[str, ...]:
+    """List where norms of values cannot be computed, because the rotation includes no norms of queries and keys."""
+    others = (
+        it.qk_norm is None or it.joint_qk_norm or it.qk_norm_by_head or it.late_qk_norm
+        for it in network.attentions
+        if it.value_norm
+    )
+    return reasons((any(others), "no norms of values without norms of queries and keys per head"))

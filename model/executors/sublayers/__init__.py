@@ -1,1 +1,0 @@
-"""Sublayers beside mixer and MLP, bound to the kernels that compute them."""

@@ -1,0 +1,47 @@
+"""Which kernel computes short convolutions and Mamba-2, and why others do not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kernels.arch import CATALOGUE
+from kernels.recurrent.problem import RecurrentProblem
+from kernels.recurrent.registry import TRITON, select
+from tests.kernels.recurrent.mamba2_cases import MAMBA2, SHORT_CONV
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shape", [MAMBA2, SHORT_CONV], ids=str)
+@pytest.mark.parametrize("gpu", ["a100", "h100", "b200"])
+def test_gpus_with_tensor_cores_take_triton_for_deterministic_steps_too(gpu, shape, deterministic):
+    problem = RecurrentProblem(shape, "bfloat16", batch_invariant=deterministic)
+
+    choice = select(problem, CATALOGUE[gpu])
+
+    assert choice.spec is TRITON
+    assert "equal bits" in choice.why
+
+
+@pytest.mark.parametrize(
+    ("change", "asked", "reason"),
+    [
+        ({}, {"trainable": True}, "not differentiable"),
+        ({}, {"dtype": "float64"}, "no float64"),
+        ({"width": 9}, {}, "convolutions of 2 to 8 tokens, not 9"),
+        ({"width": 1}, {}, "convolutions of 2 to 8 tokens, not 1"),
+        ({"state_dim": 512}, {}, "states of 256 columns a head in bfloat16, not 512"),
+        ({"state_dim": 256}, {"dtype": "float32"}, "states of 128 columns a head in float32, not 256"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_triton_cannot_compute_is_told_and_left_to_pytorch(change, asked, reason):
+    problem = RecurrentProblem(
+        dataclasses.replace(MAMBA2, **change), **{"dtype": "bfloat16"} | asked
+    )
+
+    choice = select(problem, CATALOGUE["h100"])
+
+    assert choice.spec.name == "torch_recurrent"
+    assert reason in next(it.reasons for it in choice.refusals if it.kernel == TRITON.name)
