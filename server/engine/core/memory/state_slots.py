@@ -173,7 +173,8 @@ class StateSlots:
 
     Attributes:
         num_slots, chunk, keeps_inside: see above.
-        mark_unit: `SequenceSlots.marks` are at multiples of so many tokens, a multiple of `unit`; may be set at the start.
+        mark_unit: `SequenceSlots.marks` are at multiples of so many tokens, a multiple of `unit`; may be set at the
+            start.
         unit: snapshots are taken after multiples of so many tokens.
         num_taken: snapshots taken so far.
         num_hits: sequences that began at one.
