@@ -123,7 +123,12 @@ class BlockManager:
         self._num_links = 0
         self.slots: StateSlots | None = None
         if num_slots:
-            self.slots = StateSlots(num_slots, state_chunk, block_size, keeps_inside=keeps_inside)
+            self.slots = StateSlots(
+                num_slots,
+                state_chunk,
+                block_size,
+                keeps_inside=keeps_inside,
+            )
         self._repeats_output = repeats_output
         self._only_prompts = num_slots > 0 and state_chunk > 1
         self._pending: dict[Sequence, None] = {}  # of which a snapshot will probably be taken
@@ -439,7 +444,9 @@ class BlockManager:
         if looks_up:
             held.last, held.stop = num_cached, stop
             if held.keeps_inside:
-                marks = marks_of(sequence.num_tokens, num_cached, stop, unit, slots.num_free)
+                marks = marks_of(
+                    sequence.num_tokens, num_cached, stop, slots.mark_unit, slots.num_free
+                )
                 held.marks = [count for count in marks if count not in cuts]
             else:
                 held.interval = interval_of(sequence.num_tokens)

@@ -173,6 +173,8 @@ class StateSlots:
 
     Attributes:
         num_slots, chunk, keeps_inside: see above.
+        mark_unit: `SequenceSlots.marks` are at multiples of so many tokens, a multiple of `unit`; may be set at the
+            start.
         unit: snapshots are taken after multiples of so many tokens.
         num_taken: snapshots taken so far.
         num_hits: sequences that began at one.
@@ -185,6 +187,7 @@ class StateSlots:
         assert num_slots > 0
         self.num_slots, self.chunk, self.keeps_inside = num_slots, chunk, keeps_inside
         self.unit = math.lcm(chunk, block_size)
+        self.mark_unit = self.unit
         self.num_taken = self.num_hits = self.num_evicted = 0
         self._free = list(range(num_slots))
         self._holds = [0] * num_slots

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import os
 import platform
 from contextlib import contextmanager
@@ -112,6 +113,9 @@ def start_engine(
         keeps_inside=states.keeps,
         repeats_output=device.type == "cpu",
     )
+    if blocks.slots is not None:
+        # States of layers that have chunks are too large to be kept more often, also where kernels need no chunks.
+        blocks.slots.mark_unit = math.lcm(blocks.slots.unit, runner.kv_cache.spec.chunk)
     if config.state_snapshots is not None:
         _check_snapshots(config, runner)
     info = EngineInfo(
