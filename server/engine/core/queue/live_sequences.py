@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from server.engine.core.queue.expected_output import OutputMeans, expected_output
 from server.engine.core.queue.shared_beginnings import SharedBeginnings
+from server.engine.core.queue.suspects import Suspects
 from server.engine.core.queue.waiting_queue import WaitingQueue
 from server.engine.core.request import FinishReason
 from server.engine.core.request_checks import DuplicateRequestError
-from server.engine.core.results.suspects import Suspects
 from server.engine.core.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
