@@ -11,8 +11,8 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeAlias
 
 from server.engine.core.memory.free_blocks import FreeBlocks
+from server.engine.core.memory.shared_beginnings import common_tokens
 from server.engine.core.memory.state_slots import StateSlots, interval_of, marks_of
-from server.engine.core.queue.shared_beginnings import common_tokens
 from server.engine.core.sequence import CacheSalt, Sequence
 
 Link: TypeAlias = int | CacheSalt

@@ -8,8 +8,8 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
+from server.engine.core.memory.shared_beginnings import SharedBeginnings
 from server.engine.core.queue.expected_output import OutputMeans, expected_output
-from server.engine.core.queue.shared_beginnings import SharedBeginnings
 from server.engine.core.queue.suspects import Suspects
 from server.engine.core.queue.waiting_queue import WaitingQueue
 from server.engine.core.request import FinishReason

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.engine.core.queue.shared_beginnings import SharedBeginnings
+from server.engine.core.memory.shared_beginnings import SharedBeginnings
 from tests.engine.core.bookkeeping import (
     add,
     begin,
