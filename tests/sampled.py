@@ -38,6 +38,8 @@ MOST_CASES: Final = {
     "tests/kernels/norms/": 4,
     "tests/kernels/sampling/": 4,
     "tests/kernels/step/": 1,
+    "tests/kernels/step/test_schedule.py": 2,
+    "tests/kernels/step/test_schedule_mutations.py": 12,
     "tests/model/checkpoint/": 4,
     "tests/model/executors/": 1,
     "tests/model/gguf/": 10,

@@ -491,11 +491,11 @@ def constants_of(aggregate: Any, modules: tuple[ModuleType, ...]) -> Callable[..
     """
     names = [dict(vars(module)) for module in modules]
 
-    def make(*given: Any) -> SimpleNamespace:
+    def make(*given: Any, **named: Any) -> SimpleNamespace:
         with contextlib.ExitStack() as stack:
             for module, original in zip(modules, names, strict=True):
                 stack.enter_context(mock.patch.dict(vars(module), original))
-            fields = vars(aggregate(*given))
+            fields = vars(aggregate(*given, **named))
         # Triton 3.9 has unwrapped them already.
         return SimpleNamespace(**{field: getattr(it, "value", it) for field, it in fields.items()})
 

@@ -18,6 +18,8 @@ Places are empty before they are filled:
   projection (`wait_grid`), and its next arrival, for which all programs wait, makes its earlier clears visible: those
   of layer n up to the output projection by the fence in layer n, the others by that in layer n + 1, which all wait
   for before they read the results of the MLP.
+
+`tests/kernels/step/schedule/proof.py` proves this for a launch, with the assumptions about the GPU's memory.
 """
 
 from triton.experimental import gluon

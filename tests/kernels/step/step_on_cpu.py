@@ -52,7 +52,7 @@ from tests.kernels.gluon_on_cpu import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_MODULES = (
+MODULES = (
     attend, consumer, consumer_rows, grid_barrier, merge_splits, producer, products_of_rows, ring, score, score_rows,
     step_constants, tensor_products, unpack, vectors,
 )  # fmt: skip
@@ -477,12 +477,29 @@ def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
         "arrive_grid": device.arrive,
         "wait_grid": device.wait_grid,
     }
+    with in_place(MODULES, replaced):
+        yield
+
+
+@contextlib.contextmanager
+def in_place(
+    modules: tuple[types.ModuleType, ...], replaced: dict[Any, Any], numbers: Any = None
+) -> Iterator[None]:
+    """Replace names that modules import, and let their functions call each other as Python's.
+
+    Args:
+        modules: of the kernel.
+        replaced: by name, or by the function of a kernel in Python.
+        numbers: takes the place of `range`.
+    """
     with contextlib.ExitStack() as stack:
-        for module in _MODULES:
+        for module in modules:
             names: dict[str, Any] = {}
             for name, it in vars(module).items():
                 if name in replaced:
                     names[name] = replaced[name]
+                elif isinstance(getattr(it, "fn", None), types.FunctionType) and it.fn in replaced:
+                    names[name] = replaced[it.fn]
                 elif type(it).__name__ == "ConstexprFunction":
                     names[name] = _of_compiler(it.fn)
                 elif hasattr(it, "fn"):
@@ -490,7 +507,9 @@ def _in_place_of_gluon(device: Device, look_up: Any) -> Iterator[None]:
                 elif type(it).__name__ == "constexpr":
                     names[name] = constant(it)
             stack.enter_context(mock.patch.multiple(module, **names))
-            stack.enter_context(mock.patch.object(module, "range", _numbers, create=True))
+            stack.enter_context(
+                mock.patch.object(module, "range", numbers or _numbers, create=True)
+            )
         yield
 
 
