@@ -8,7 +8,7 @@ import numpy as np
 
 from kernels.step.gpu import step_constants
 from tests.kernels.step.schedule.events import Access, Record, require
-from tests.kernels.step.schedule.shared_memory import Ring, RowsOfWeights, Use
+from tests.kernels.step.schedule.shared_memory import Copy, Ring, RowsOfWeights, Use
 from tests.kernels.step.schedule.values import Pointer
 
 _MATRICES: Final = {
@@ -110,7 +110,7 @@ class Matcher:
 
     def _check_scales(self, use: Use, name: str, layer: int, first: int) -> None:
         block = self._scale_sizes[name] * step_constants.ROWS
-        for source, _ in use.copies:
+        for _, source, _ in use.copies:
             memory = source.memory
             require(
                 (memory.name, memory.layer, source.offset // block)
@@ -199,9 +199,13 @@ class Matcher:
         """Return the positions of keys, values and scales in a stage; `_NOT_CACHED` if they are not copied."""
         c, record = self.c, self._record
         found = {}
-        for source, mask in use.copies:
+        parts = {
+            "keys": (0,), "values": (1,), "key_scales": (c.DP // 2,), "value_scales": (c.DP // 2 + 1,),
+        }  # fmt: skip
+        for part, source, mask in use.copies:
             name = source.memory.name
             require(source.memory.layer == layer, f"{name} of another layer than {layer}")
+            require(part == parts.get(name), name, "are copied to part", part)
             (element,) = source.terms
             element, shown = np.broadcast_arrays(element + source.offset, mask)
             if name.endswith("_scales"):
@@ -251,9 +255,10 @@ class Matcher:
         line = c.DP // 2 + which - 2
         return [it[1] for it in use.stored if len(it) == 2 and it[0] == line]
 
-    def rows_of_weights(self, copies: list[tuple[Pointer, Any]], size: int) -> RowsOfWeights:
+    def rows_of_weights(self, copies: list[Copy], size: int) -> RowsOfWeights:
         """Return what the parts of a stage hold; the rows of the matrix have `size` stored numbers."""
-        found = [self._part(source, mask, size) for source, mask in copies]
+        require([it.part for it in copies] == [(i,) for i in range(len(copies))], "other parts")
+        found = [self._part(it.source, it.mask, size) for it in copies]
         filled = [it for it in found if it.end > it.begin] or found[:1]
         ends = [filled[0].begin, *(it.end for it in filled)]
         require(

@@ -165,6 +165,8 @@ class _Exchange:
                 self._check_loads(buffer, half, layer)
             elif kind == "store":
                 self._check_loaded(buffer, half, layer)
+                both = buffer in EXCHANGED and ("store", buffer, 1 - half, layer) in self._accesses
+                require(not both, buffer, "is stored in both halves in layer", layer)
                 if self.early and buffer in EXCHANGED:
                     self._check_clears(buffer, half, layer)
 

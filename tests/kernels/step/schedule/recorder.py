@@ -38,6 +38,7 @@ from tests.kernels.step.schedule.events import (
 from tests.kernels.step.schedule.matched import Matcher
 from tests.kernels.step.schedule.ptx import Instruction, instruction
 from tests.kernels.step.schedule.shared_memory import (
+    Copy,
     MBarriers,
     Ring,
     RowsOfWeights,
@@ -286,9 +287,11 @@ class _Recorder:
         """Take the place of `send_parts`, which runs once for all tiles that have the same columns of as many rows."""
         key = weight.memory.name, int(number), int(last), inputs, *map(int, more)
         if key not in self._parts:
-            copies: list[tuple[Pointer, Any]] = []
+            copies: list[Copy] = []
             collecting = SimpleNamespace(
-                copy=lambda _, source, mask=None: copies.append((source, mask))
+                copy=lambda target, source, mask=None: copies.append(
+                    Copy(target.path, source, mask)
+                )
             )
             kept, self.ring = self.ring, collecting
             self._send_parts(ring, stage, Pointer(weight.memory), number, last, inputs, *more)

@@ -92,6 +92,14 @@ class MBarriers:
         return self, int(i)
 
 
+class Copy(NamedTuple):
+    """A copy to a part of a stage; `mask` says which elements are copied, None if all."""
+
+    part: tuple[int, ...]
+    source: Pointer
+    mask: Any
+
+
 class RowsOfWeights(NamedTuple):
     """Which rows of a matrix a stage holds, from a first one on, and which of their columns."""
 
@@ -106,21 +114,29 @@ class Use:
 
     Attributes:
         stage: its number.
-        copies: of keys and values and of scales, each with its mask.
+        copies: of keys and values and of scales.
         weights: a matrix, the first row, and what is copied from there.
         stored: views of a stage of keys to which the step's own are written.
         product: what is computed from it.
     """
 
     stage: int
-    copies: list[tuple[Pointer, Any]] = dataclasses.field(default_factory=list)
+    copies: list[Copy] = dataclasses.field(default_factory=list)
     weights: tuple[Memory, int, RowsOfWeights] | None = None
     stored: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     product: str = ""
 
 
 class Ring:
-    """The ring of a program: the producer's uses first, then the consumers'."""
+    """The ring of a program: the producer runs first, then the consumers.
+
+    One order suffices, because each role does the same in every order. Both use the stages in the order of their
+    numbers, each by turns of one wait and one arrival (other waits for the same use are passed at once). So when the
+    producer waits for use k of a stage, it has filled the stage k times, and the consumers have released it k times or
+    once less: the phase tells which, and the stage is not overwritten before it is released. Likewise when consumers
+    wait, the stage has been filled k times or k + 1 times. A wait of the consumers ends if all uses that are a ring
+    earlier have been released before it; what the producer waits for depends on no other program.
+    """
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
@@ -129,7 +145,7 @@ class Ring:
         self.consuming = False
         self._filled: dict[int, int] = {}
         self._open: dict[int, int] = {}
-        self._copies: list[tuple[int, Pointer, Any]] = []
+        self._copied: set[int] = set()
         self._taken = [0] * stages
         self._last_load = [-1] * stages
         self._unreleased = 0
@@ -155,28 +171,29 @@ class Ring:
 
     def copy(self, target: Stage, source: Pointer, mask: Any = None) -> None:
         require(target.number in self._open, f"stage {target.number} is filled while it is in use")
-        self.uses[self._open[target.number]].copies.append((source, mask))
-        self._copies.append((target.number, source, mask))
+        self.uses[self._open[target.number]].copies.append(Copy(target.path, source, mask))
+        self._copied.add(target.number)
 
     def copy_weights(self, stage: int, memory: Memory, first: int, found: RowsOfWeights) -> None:
         require(stage in self._open, f"stage {stage} is filled while it is in use")
         use = self.uses[self._open[stage]]
         require(use.weights is None, f"stage {stage} is filled twice")
         use.weights = memory, first, found
+        self._copied.add(stage)
 
     def copies_arrive(self, barrier: tuple[MBarriers, int], increment_count: bool) -> None:
         kind, stage = barrier
         require(kind is self.full and not increment_count, "copies arrive at another barrier")
         require(stage in self._open, f"stage {stage} is full twice")
-        others = {it for it, _, _ in self._copies} - {stage}
+        others = self._copied - {stage}
         require(not others, f"copies to stages {others} arrive at stage {stage}")
-        self._copies = []
+        self._copied = set()
         del self._open[stage]
         self._filled[stage] = self._filled.get(stage, 0) + 1
 
     def end_filling(self, threads: int) -> None:
         """End the producer's part; it has `threads` threads."""
-        require(not self._open and not self._copies, "the producer's last copies arrive nowhere")
+        require(not self._open and not self._copied, "the producer's last copies arrive nowhere")
         for stage in range(self.stages):
             require(self.full.counts.get(stage) == threads, f"not {threads} arrivals fill a stage")
             require(self.empty.counts.get(stage) == 1, "not one arrival releases a stage")
