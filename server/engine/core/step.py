@@ -15,6 +15,7 @@ from server.engine.core.grammar import Matcher
 from server.engine.core.sequence import Sequence
 
 _deterministic = attrgetter("deterministic")
+_adapter = attrgetter("adapter")
 
 
 class SampledResult(Protocol):
@@ -114,7 +115,7 @@ class DecodeBatch:
         self.sequences = sequences
         self.request_ids = [sequence.request_id for sequence in sequences]
         self.deterministic = any(map(_deterministic, sequences))
-        self.has_adapters = any(it.adapter is not None for it in sequences)
+        self.has_adapters = any(map(_adapter, sequences))
         self.extra_columns: tuple[str, ...] | None = None
 
 

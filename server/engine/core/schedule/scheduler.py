@@ -117,9 +117,8 @@ class Scheduler:
         self.output_rate = Rate()
         self.waits_for_slots = False
         self._num_counted = 0  # of the generated tokens, those of steps before
-        self._is_full = (
-            False  # whether the last schedule left sequences waiting for a place or a slot
-        )
+        # Whether the last schedule left sequences waiting for a place or a slot.
+        self._is_full = False
         self._charges = StepCharges(self.accounting)
         self._live = LiveSequences(config, block_manager, self.accounting)
         self.admission = Admission(self._live, block_manager, self.accounting, self._charges)
