@@ -451,7 +451,9 @@ def test_an_unsupported_head_dim_is_refused_and_the_supported_ones_are_listed(te
 
     assert status == 0
     assert "torch_decode" in out
-    refusal = "not     portable_decode: head_dim 100 is not one of [32, 64, 80, 96, 128, 192, 256, 512]"
+    refusal = (
+        "not     portable_decode: head_dim 100 is not one of [32, 64, 80, 96, 128, 192, 256, 512]"
+    )
     assert refusal in out
 
 
