@@ -84,7 +84,7 @@ def _state_limits(problem: RecurrentProblem) -> tuple[tuple[bool, str], ...]:
         return ()
     size = problem.shape.state_dim
     most = _MOST_FLOAT32_STATE if problem.dtype == "float32" else _MOST_STATE
-    return ((size > most, f"states of {most} columns a head in {problem.dtype}, not {size}"),)
+    return ((size > most, f"states of up to {most} columns a head in {problem.dtype}, not {size}"),)
 
 
 _EQUAL_BITS: Final = "equal bits for a token beside any others, so deterministic steps take it too"

@@ -152,6 +152,10 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"{NAME} reads checkpoints of full numbers alone, and this one is quantized"
             )
+        if not has_modules and not network.attentions:
+            raise UnsupportedModelError(
+                f"a network of {' and '.join(network.other_mixers)} without attention is not supported"
+            )
         family.rewrites(keys)
         bos, eos = (
             outer.token_ids(key, network.vocab) + keys.token_ids(key, network.vocab)

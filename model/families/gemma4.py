@@ -65,7 +65,8 @@ def network(keys: Keys) -> Network:
     ]
     kinds[-1] = _FULL  # as transformers does
     shared = keys.integer("num_kv_shared_layers", _SHARED, 0)
-    sources = kv_layers(keys, kinds, shared)
+    sources, mixers = kv_layers(keys, kinds, shared), _mixers(keys, kinds)
+    _check_shared(keys, mixers, sources)
     inner = parts.inner_size(keys, 9216)
     wide = inner * (2 if keys.flag("use_double_wide_mlp") else 1)
     function = gelu(keys)
@@ -81,7 +82,7 @@ def network(keys: Keys) -> Network:
             per_layer=None if table is None else PerLayerInput(table.size, function),
             scaled=True,
         )
-        for mixer, source in zip(_mixers(keys, kinds), sources, strict=True)
+        for mixer, source in zip(mixers, sources, strict=True)
     )
     found = parts.decoder(
         keys,
@@ -159,6 +160,21 @@ def _mixers(keys: Keys, kinds: list[str]) -> list[Attention]:
             )
         )
     return found
+
+
+def _check_shared(keys: Keys, mixers: list[Attention], sources: list[int | None]) -> None:
+    """Check that layers that read the keys and values of another one have key-value heads of the same number and size.
+
+    Raises:
+        ModelFolderError: one has others.
+    """
+    sizes = [(it.num_kv_heads, it.head_dim) for it in mixers]
+    for index, source in enumerate(sources):
+        if source is not None and sizes[index] != sizes[source]:
+            raise ModelFolderError(
+                f"{keys.name('per_layer_config')}: layer {index} has key-value heads of {sizes[index]} (number, size),"
+                f" but reads those of layer {source}, {sizes[source]}"
+            )
 
 
 def _rewrites(_: Keys) -> dict[str, Rewrite]:

@@ -9,6 +9,7 @@ from msgspec import Meta
 from model.errors import ModelFolderError
 from model.families import parts
 from model.families.keys import Keys
+from model.json_input import shorten
 from model.network.mixers import Mamba2
 
 _HEADS: Final = Meta(ge=1, le=4_096)
@@ -48,7 +49,11 @@ def read_mamba2(
     heads = keys.integer("mamba_n_heads", _HEADS, 128)
     groups = keys.integer("mamba_n_groups", _HEADS, 1)
     stated = keys.text_or_integer("mamba_d_head", _DIM, _AUTO)
-    dim = inner // heads if stated == _AUTO else int(stated)
+    if isinstance(stated, str) and stated != _AUTO:
+        raise ModelFolderError(
+            f"{keys.name('mamba_d_head')} must be a whole number or 'auto', found {shorten(stated)}"
+        )
+    dim = inner // heads if isinstance(stated, str) else stated
     if heads * dim != inner:
         raise ModelFolderError(
             f"mamba_n_heads = {heads} of mamba_d_head = {dim} elements must have {inner} elements together"

@@ -11,6 +11,7 @@ import pytest
 
 from model.errors import ModelFolderError
 from server.http.adapters import recent
+from server.http.adapters.folder import AdapterFolder
 from server.http.adapters.loaded import AdapterBase, read_adapter, read_modules
 from server.http.edge.key_limits import KeyLimits
 from tests.http.fakes import silent
@@ -512,6 +513,30 @@ async def test_an_adapter_that_was_read_is_found_while_others_are_read(
     for name in ("two", "three"):
         reads.may_end[name].set()
     assert [it.status_code for it in await asyncio.gather(*others)] == [200, 200]
+
+
+async def test_an_adapter_is_read_once_although_the_request_for_it_has_gone(tmp_path, folders):
+    shutil.copytree(folders / "sql", tmp_path / "one")
+    begun, may_end, paths = asyncio.Event(), threading.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def read(_, path):
+        paths.append(path)
+        loop.call_soon_threadsafe(begun.set)
+        may_end.wait(GIVE_UP)
+        return path
+
+    folder = AdapterFolder(tmp_path, (), read)
+    gone = asyncio.create_task(folder.find("one"))
+    await begun.wait()
+    gone.cancel()
+    await asyncio.wait([gone])
+    may_end.set()
+    await asyncio.gather(*folder._reading.values())
+
+    assert await folder.find("one") == str(tmp_path / "one")
+    assert len(paths) == 1
+    folder.close()
 
 
 async def test_names_of_any_model_mean_the_model_although_the_folder_has_them(

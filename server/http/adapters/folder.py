@@ -129,24 +129,35 @@ class AdapterFolder:
                 raise OverloadedError(
                     f"Model is overloaded: {len(self._reading)} adapters are being read", 1
                 )
-            task = self._reading[key] = asyncio.create_task(self._read_one(name, folder))
-            task.add_done_callback(lambda _: self._reading.pop(key, None))
+            task = self._reading[key] = asyncio.create_task(self._read_one(name, signature, folder))
+            task.add_done_callback(lambda it: self._end_reading(key, it))
         try:
             found = await asyncio.shield(task)
-        except ModelError as error:
+        except ModelError:
             if name not in self:
                 return None  # it was removed
-            self._failed.put(name, (signature, error))
+            raise
+        return found if name in self else None
+
+    async def _read_one(self, name: str, signature: _Signature, folder: Path) -> LoadedAdapter:
+        """Read an adapter and remember what was found, also if no request waits for it until then."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(self._readers, self._read, name, str(folder))
+        except ModelError as error:
+            if name in self:
+                self._failed.put(name, (signature, error))
             raise
         self._failed.forget(name)
         self._found[name] = signature, found
         if len(self._found) > _MOST:
             self._found.popitem(last=False)
-        return found if name in self else None
+        return found
 
-    async def _read_one(self, name: str, folder: Path) -> LoadedAdapter:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._readers, self._read, name, str(folder))
+    def _end_reading(self, key: tuple[str, _Signature], task: asyncio.Task[LoadedAdapter]) -> None:
+        self._reading.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # which asyncio would log if no request waits for it
 
     def _is_adapter(self, name: str) -> bool:
         is_name = NAME.fullmatch(name) and not name_problem(name, self._served)

@@ -31,8 +31,8 @@ def test_gpus_with_tensor_cores_take_triton_for_deterministic_steps_too(gpu, sha
         ({}, {"dtype": "float64"}, "no float64"),
         ({"width": 9}, {}, "convolutions of 2 to 8 tokens, not 9"),
         ({"width": 1}, {}, "convolutions of 2 to 8 tokens, not 1"),
-        ({"state_dim": 512}, {}, "states of 256 columns a head in bfloat16, not 512"),
-        ({"state_dim": 256}, {"dtype": "float32"}, "states of 128 columns a head in float32, not 256"),
+        ({"state_dim": 512}, {}, "states of up to 256 columns a head in bfloat16, not 512"),
+        ({"state_dim": 256}, {"dtype": "float32"}, "states of up to 128 columns a head in float32, not 256"),
     ],
     ids=str,
 )  # fmt: skip

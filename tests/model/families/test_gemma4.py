@@ -125,6 +125,11 @@ def test_an_unsupported_variant_is_rejected_with_its_key(name, changes, message)
         ("gemma-4-E2B", {"num_kv_shared_layers": 35}, "num_kv_shared_layers = 35 of 35 layers"),
         ("gemma-4-E2B", {"num_kv_shared_layers": 32}, "no layer of type full_attention"),
         ("gemma-4-E2B", {"global_head_dim": 33}, "head_dim must be an even number"),
+        (
+            "gemma-4-E2B",
+            {"per_layer_config": {"13": {"head_dim": 64}}},
+            r"per_layer_config: layer 15 has .* but reads those of layer 13, \(1, 64\)",
+        ),
         ("gemma-3n-E2B", {"intermediate_size": [1, 2]}, "a number for each of 30 layers, found 2"),
         ("gemma-3n-E2B", {"activation_sparsity_pattern": 1.0}, "activation_sparsity_pattern must"),
         ("gemma-3n-E2B", {"altup_active_idx": 4}, "altup_active_idx = 4 must be less than"),

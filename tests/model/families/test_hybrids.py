@@ -161,6 +161,7 @@ def test_each_layer_of_falcon_h1_has_attention_beside_mamba2():
             {"mamba_n_groups": 3},
             "mamba_n_heads = 8 must be a multiple of mamba_n_groups = 3",
         ),
+        ("granite4", {"mamba_d_head": "16"}, "mamba_d_head must be a whole number or 'auto'"),
         ("granite4", {"time_step_limit": [0.5]}, "time_step_limit must be"),
         ("granite4", {"time_step_limit": [0.5, 0.1]}, "a smaller and a larger number"),
         (
@@ -195,6 +196,8 @@ def test_values_that_do_not_fit_are_named_with_their_limits(name, keys, message)
         ("lfm2", {"layer_types": ["mamba"] * 4}, "supported are full_attention, conv"),
         ("lfm2", {"conv_dim": 32}, "conv_dim = 32 is not supported"),
         ("falcon h1", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("bamba", {"attn_layer_indices": None}, "a network of Mamba2 without attention is not"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "a network of ShortConv without attention is not"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name, keys, message):
