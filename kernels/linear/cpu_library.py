@@ -143,7 +143,7 @@ class CPULibraryLinear:
         return self.matrix.rows(index)
 
     def _multiply(self, x: Tensor, result: int, outputs: int, norm: tuple[int, ...] = ()) -> Tensor:
-        y = torch.empty((*x.shape[:-1], outputs))
+        y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32)
         self._run(x, y, result, norm)
         return y
 
@@ -155,6 +155,7 @@ class CPULibraryLinear:
         norm: tuple[int, ...],
         post_norm: Tensor | None = None,
     ) -> None:
+        assert x.dtype is y.dtype is torch.float32
         x = x.contiguous()
         norm_weight, norm_bias = (*norm, None, None)[:2]
         linear = _Linear(

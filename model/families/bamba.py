@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from msgspec import Meta
-
 from model.families import falcon_h1, parts
 from model.families.family import Family
 from model.families.keys import Keys
@@ -13,7 +11,6 @@ from model.families.mamba2 import read_mamba2
 from model.families.rotary import read_rotary
 from model.network.spec import Attention, Dense, Layer, Network
 
-_INDEX: Final = Meta(ge=0, le=1_023)
 _ROTATING: Final = 0.5
 
 
@@ -29,7 +26,7 @@ def network(keys: Keys) -> Network:
     norm = parts.rms_norm(keys, 1e-5)
     mamba2 = read_mamba2(keys, norm.eps)
     mlp = Dense(parts.inner_size(keys), parts.activation(keys), bias=keys.flag("mlp_bias"))
-    with_attention = keys.optional_integers("attn_layer_indices", _INDEX) or ()
+    with_attention = parts.layer_indices(keys, "attn_layer_indices") or ()
     layers = tuple(
         Layer(attention if index in with_attention else mamba2, mlp, norm)
         for index in range(parts.num_layers(keys))

@@ -35,7 +35,6 @@ _TENSORS: Final = Tensors(
 )
 _WIDTH: Final = Meta(ge=2, le=64)
 _MULTIPLE: Final = Meta(ge=1, le=65_536)
-_INDEX: Final = Meta(ge=0, le=1_023)
 _CONV: Final = "conv"
 
 
@@ -74,7 +73,7 @@ def _kinds(keys: Keys) -> list[str]:
     Source: transformers 5, `Lfm2Config.__post_init__`.
     """
     kinds = parts.FULL, _CONV
-    attention = keys.optional_integers("full_attn_idxs", _INDEX)
+    attention = parts.layer_indices(keys, "full_attn_idxs")
     if stated := parts.layer_types(keys, kinds):
         return stated
     return [

@@ -22,6 +22,7 @@ SCALAR: Final = Meta(ge=1, le=65_536)
 _VOCAB: Final = Meta(ge=1, le=2**21)
 _HIDDEN: Final = Meta(ge=1, le=65_536)
 INNER: Final = Meta(ge=1, le=2**20)
+_INDEX: Final = Meta(ge=0, le=1_023)
 _LAYERS: Final = Meta(ge=1, le=1_024)
 HEADS: Final = Meta(ge=1, le=1_024)
 HEAD_DIM: Final = Meta(ge=1)
@@ -58,6 +59,14 @@ def inner_size(keys: Keys, default: int | None = None) -> int:
 def num_layers(keys: Keys) -> int:
     """Read the number of layers."""
     return keys.integer("num_hidden_layers", _LAYERS)
+
+
+def layer_indices(keys: Keys, key: str) -> list[int] | None:
+    """Read the indices of some layers, or None; those of no layer are noted."""
+    found, count = keys.optional_integers(key, _INDEX), num_layers(keys)
+    if found and (outside := [it for it in found if it >= count]):
+        keys.note(f"{key} has {shorten(outside)}, beside the {count} layers; they are ignored")
+    return found
 
 
 def heads(

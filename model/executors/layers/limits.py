@@ -29,6 +29,7 @@ def unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *_layer_norms(network),
         *_late_norms(problem),
         *_value_norms(network),
+        *_several_streams(network),
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
         *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
         *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
@@ -104,3 +105,14 @@ def _value_norms(network: spec.Network) -> tuple[str, ...]:
         if it.value_norm
     )
     return reasons((any(others), "no norms of values without norms of queries and keys per head"))
+
+
+def _several_streams(network: spec.Network) -> tuple[str, ...]:
+    """List what layers of several streams, and only these, have besides."""
+    several = [it for it in network.layers if it.altup is not None]
+    others = [it for it in network.layers if it.altup is None]
+    return reasons(
+        (any(it.scaled for it in several), "no scale of several streams"),
+        (any(it.parallel for it in several), "no attention and MLP in parallel of several streams"),
+        (any(it.laurel is not None for it in others), "no LAuReL of one stream"),
+    )

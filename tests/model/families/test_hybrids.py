@@ -51,6 +51,18 @@ def test_every_fourth_layer_of_qwen3_5_has_attention_unless_the_file_lists_other
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "others"),
+    [("bamba", "attn_layer_indices", {}), ("lfm2", "full_attn_idxs", {"layer_types": None})],
+)
+def test_indices_of_no_layer_are_noted(name, key, others):
+    config = ModelConfig.from_dict(CASES[name].content | others | {key: [1, 99]})
+
+    assert kinds(config.network).count(Attention) == 1
+    count = len(config.network.layers)
+    assert any(f"{key} has [99], beside the {count} layers" in it for it in config.notes)
+
+
 def test_attention_of_qwen3_5_has_a_gate_and_rotates_a_quarter_of_each_head():
     attention = read("qwen3.5").layers[3].mixer
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 from server.engine.core.memory.free_blocks import FreeBlocks
-from server.engine.core.memory.shared_beginnings import common_tokens
+from server.engine.core.memory.shared_beginnings import MOST_COMPARED, common_tokens
 from server.engine.core.memory.state_slots import StateSlots, interval_of, marks_of
 from server.engine.core.sequence import CacheSalt, Sequence
 
@@ -168,7 +169,7 @@ class BlockManager:
         assert self.slots is not None
         found, unit, known = 0, self.slots.unit, sequence.token_ids
         most = self._most_cached(sequence)
-        for other in self._pending:
+        for other in islice(self._pending, MOST_COMPARED):
             held = other.slots
             assert held is not None
             if other.cache_salt == sequence.cache_salt:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from server.engine.core.sequence import CacheSalt, Sequence
 
-_MOST_COMPARED: Final = 64
+MOST_COMPARED: Final = 64
 """Prompts that one is compared with, those that have waited longest: 30 us each if 2,000 tokens are equal."""
 _MOST_CUTS: Final = 4
 """Places within a prompt where its state is kept for waiting ones; each may take a step."""
@@ -93,7 +93,7 @@ class SharedBeginnings:
         if key is None or len(group := self._groups[key]) < 2:
             return []
         counts: Counter[int] = Counter()
-        for other in islice(group, _MOST_COMPARED + 1):
+        for other in islice(group, MOST_COMPARED + 1):
             if other is not sequence:
                 # The last token of a prompt does not count, since it is computed in any case.
                 most = min(sequence.num_prompt_tokens, other.num_prompt_tokens) - 1

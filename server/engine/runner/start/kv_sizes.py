@@ -81,8 +81,8 @@ def size_within(demand: KVCacheDemand, free: int, share: float, where: str) -> K
     Args:
         demand: requirements for the size.
         free: bytes that are free, including those that stay free for activations.
-        share: share of the usable memory, 0 to 1, that a size may use that is not explicit. A quarter of that is for
-            snapshots of states of fixed size, if their number is free.
+        share: share of the usable memory, 0 to 1, that a size may use that is not explicit. A quarter of that, or of
+            an explicit size beside it, is for snapshots of states of fixed size, if their number is free.
         where: name of the device, for messages.
 
     Raises:
@@ -98,8 +98,9 @@ def size_within(demand: KVCacheDemand, free: int, share: float, where: str) -> K
     stated += _less(demand)
     if demand.is_explicit:
         size = requested_size(demand, left, stated)
-        left -= size.num_blocks * demand.block_bytes
-        return size._replace(num_snapshots=demand.num_snapshots(int(left * share)))
+        cache = size.num_blocks * demand.block_bytes
+        most = min((left - cache) * share, cache * _SNAPSHOT_SHARE)
+        return size._replace(num_snapshots=demand.num_snapshots(int(most)))
     useful = -(-demand.useful_tokens // demand.block_size)
     for_cache = int(left * share)
     num_snapshots = demand.num_snapshots(int(for_cache * _SNAPSHOT_SHARE))

@@ -1,5 +1,6 @@
 """The size of the KV cache, and its allocation while other processes allocate memory too."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -67,6 +68,17 @@ def test_a_requested_number_of_tokens_is_rounded_up_to_blocks(device):
     device.free = 10_000
 
     assert kv_cache_size(demand(tokens=17), CPU).num_blocks == 2
+
+
+def test_snapshots_beside_a_requested_size_take_a_quarter_of_its_memory(device):
+    device.free = 10**6
+    asked = dataclasses.replace(
+        demand(tokens=100 * 16, slots=100), num_seqs=1000, requested_snapshots=None
+    )
+
+    size = kv_cache_size(asked, CPU)
+
+    assert (size.num_blocks, size.num_snapshots) == (100, 100 * BLOCK_BYTES // 4 // 100)
 
 
 def test_a_requested_number_of_bytes_is_rounded_down_to_blocks(device):
