@@ -8,7 +8,6 @@ read otherwise, is refused by name, so that there is no list of models that work
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -143,8 +142,6 @@ def library() -> Any:  # noqa: ANN401 - a package of which few functions have ty
     Raises:
         UnsupportedModelError: it is not installed.
     """
-    # Modules may compute with tensors without data; an engine imports PyTorch without these registrations.
-    importlib.import_module("torch._meta_registrations")
     try:
         import transformers  # noqa: PLC0415 - takes seconds
     except ImportError as error:

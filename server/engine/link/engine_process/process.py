@@ -37,7 +37,6 @@ from server.engine.link.engine_process.process_setup import (
     set_passive_openmp_wait,
 )
 from server.engine.link.engine_process.rank_processes import RankProcesses
-from server.engine.link.engine_process.torch_import import compiler_left_out
 from server.engine.link.engine_process.watchdog import EngineWatch, Watchdog
 from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, RequestHeader
 from server.engine.link.sockets import MAX_REQUEST_BYTES, Connection
@@ -113,7 +112,7 @@ def main() -> None:
     threading.Thread(
         target=_listen, args=(launches, progress), name="parent-watch", daemon=True
     ).start()
-    with garbage_collection_paused(), compiler_left_out():  # after signals and input
+    with garbage_collection_paused():  # after signals and input
         from server.engine.runner.start.startup import release_memory, start_engine  # noqa: PLC0415 - torch
     imported = time.perf_counter() - began
 

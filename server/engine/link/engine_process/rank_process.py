@@ -26,7 +26,6 @@ from server.engine.link.engine_process.process_setup import (
     set_passive_openmp_wait,
 )
 from server.engine.link.engine_process.rank_processes import RankLaunch
-from server.engine.link.engine_process.torch_import import compiler_left_out
 from server.engine.link.sockets import Connection
 from server.engine.link.spawn import ignore_ending_signals
 from server.log import configure_logging
@@ -44,7 +43,7 @@ def main() -> None:
     launches: queue.SimpleQueue[RankLaunch] = queue.SimpleQueue()
     end_with_parent()
     threading.Thread(target=_listen, args=(launches,), name="leader-watch", daemon=True).start()
-    with garbage_collection_paused(), compiler_left_out():
+    with garbage_collection_paused():
         from kernels.collective.communicator import RankLostError  # noqa: PLC0415 - torch
         from server.engine.runner.start.startup import start_rank  # noqa: PLC0415 - torch
         from server.engine.runner.step.rank_adapters import (  # noqa: PLC0415 - torch
