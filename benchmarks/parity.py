@@ -25,8 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.local_engine import LocalEngine
 from benchmarks.report import add_bookkeeping, write_report
 from model.checkpoint.config import ModelConfig
-from model.executors import cpu_library, single_launch
-from model.network import spec
+from model.executors import cpu_library, single_launch, support
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
@@ -120,7 +119,7 @@ def family_rows(names: list[str]) -> list[dict[str, Any]]:
             found = compared(folder, exact, max_model_len=min(256, config.max_context))
         row = {"kind": "family", "name": case.served, "sample": name, **found._asdict()}
         paths = {
-            path: not spec.unsupported(config.network, executor.READS, executor.VARYING)
+            path: not support.unsupported(config.network, executor.READS, executor.VARYING)
             for path, executor in (("single_launch", single_launch), ("cpu_library", cpu_library))
         }
         rows.append(row | paths)

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from model.checkpoint.side_files import SIDE_FILES
+from model.checkpoint.files.side_files import SIDE_FILES
 from model.errors import WeightsError
 from model.files import open_file
 from model.gguf.source import part_files

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kernels.weight_format import unquantized
-from model.checkpoint.shards import read_headers
+from model.checkpoint.files.shards import read_headers
 from model.decoder import DecoderLM
 from model.device.memory import free_bytes
 from model.errors import ModelFolderError, UnsupportedModelError, WeightsError

@@ -5,7 +5,7 @@ import json
 import torch
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import save_checkpoint
+from model.checkpoint.save import save_checkpoint
 from model.decoder import DecoderLM
 
 VOCAB_SIZE = 260

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.shards import find_shards
+from model.checkpoint.files.shards import find_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

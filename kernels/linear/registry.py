@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernels.arch import FP8_INSTRUCTIONS, HOPPER, GPUArch
-from kernels.linear import cpu, cpu_library, group_tiles, persistent_tiles
+from kernels.linear import group_tiles, persistent_tiles
+from kernels.linear.cpu import integers, packed
 from kernels.linear.matrix_tiles import (
     FEWEST_FP8_ROWS,
     FEWEST_GROUPS_ROWS,
@@ -229,7 +230,7 @@ def _packed_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
         (not arch.is_cpu, "needs a CPU"),
         (problem.trainable, "not differentiable"),
         (problem.batch_invariant, _NOT_INVARIANT),
-    ) + cpu.unsupported(problem.dtype)
+    ) + packed.unsupported(problem.dtype)
 
 
 def _integers_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
@@ -239,7 +240,7 @@ def _integers_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, .
         (not problem.format.is_quantized, "weights are not quantized"),
         (not problem.rounds_inputs, "inputs are not to be rounded: set --dtype auto"),
     )
-    return found or cpu_library.unsupported(problem)
+    return found or integers.unsupported(problem)
 
 
 VECTOR: Final = LinearSpec(
@@ -316,7 +317,7 @@ LIBRARY: Final = LinearSpec(
 """The vendor library's product, for any number of rows; quantized weights are converted at each call."""
 INTEGERS: Final = LinearSpec(
     name="cpu_integers",
-    target="kernels.linear.cpu_library:CPULibraryLinear",
+    target="kernels.linear.cpu.integers:CPULibraryLinear",
     limits=_integers_unsupported,
     formats=None,
     absorbs_norm=True,
@@ -328,7 +329,7 @@ INTEGERS: Final = LinearSpec(
 """The C library's product of weights of 8 or 4 bits on a CPU, with activations rounded to 8 bits; batch invariant."""
 PACKED: Final = LinearSpec(
     name="packed",
-    target="kernels.linear.cpu:PackedLinear",
+    target="kernels.linear.cpu.packed:PackedLinear",
     limits=_packed_unsupported,
     any_rows=True,
     copies_weights=True,

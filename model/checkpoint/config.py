@@ -15,13 +15,13 @@ from typing import Any, Final
 from msgspec import Meta
 
 from kernels.weight_format import WeightFormat
+from model.checkpoint.files.header import stored_dtype
+from model.checkpoint.files.side_files import with_side_files
 from model.checkpoint.formats.table import CONFIG_KEYS, detect, stored_formats
 from model.checkpoint.formats.unsupported import UnsupportedFormatError, unquantized_hint
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.generation_config import MAX_FILE_BYTES
-from model.checkpoint.header import stored_dtype
 from model.checkpoint.other_folders import describe, describe_architecture, embeds
-from model.checkpoint.side_files import with_side_files
 from model.errors import ModelError, ModelFolderError, UnsupportedModelError
 from model.families.keys import Keys
 from model.families.rotary import POSITIONS

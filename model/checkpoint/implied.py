@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kernels.weights import Weight
+from model.checkpoint.files.shards import read_tensors
 from model.checkpoint.formats.format import StoredTensor
-from model.checkpoint.shards import read_tensors
 from model.checkpoint.stored_names import Buffer
 from model.checkpoint.stored_parts import StoredPart
 from model.network.rope import inverse_frequencies

@@ -1,44 +1,30 @@
-"""Loads a model from a checkpoint, whose tensors must match it exactly, and saves a model in the same format."""
+"""Loads a model from a checkpoint, whose tensors must match it exactly."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kernels.weight_format import LIBRARY_FORMATS, unquantized
 from kernels.weights import Weight, stacked_format
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.formats.format import StoredTensor
-from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
-from model.checkpoint.formats.table import stored_formats
-from model.checkpoint.gguf_parts import gguf_parts
-from model.checkpoint.implied import are_equal, different_buffers
-from model.checkpoint.parameter_parts import ParameterPart, named_parts, unread_names
-from model.checkpoint.shards import (
-    check_dtypes,
-    read_headers,
+from model.checkpoint.files.shards import (
     read_tensors,
 )
-from model.checkpoint.stored_names import Buffer, StoredNames, check_merged, hint
-from model.checkpoint.stored_parts import StoredPart, combine
+from model.checkpoint.fit import checked_headers, listed
+from model.checkpoint.formats.format import StoredTensor
+from model.checkpoint.parameter_parts import named_parts
+from model.checkpoint.stored_parts import StoredPart
 from model.decoder import DecoderLM
 from model.device.memory import drop_pages, free_bytes
 from model.device.quantizations import product_formats
 from model.errors import WeightsError
-from model.families.table import FAMILIES
-from model.families.tensors import HEAD, Tensors
 from model.network.parameters import TABLES
-from model.weight_files import INDEX_NAME, SINGLE_NAME
 
 if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
@@ -51,9 +37,7 @@ LoadProgress = Callable[[int, int, int, int], None]
 _logger = logging.getLogger(__name__)
 
 _DUMMY_SEED: Final = 0
-_LISTED_NAMES: Final = 8
 _HALF: Final = "F16"
-_IN_LAYER: Final = re.compile(r"\.\d+\.")
 
 
 def load_model(
@@ -126,7 +110,7 @@ def load_part(
     device = torch.device(device)
     stored: dict[str, StoredPart] = {}
     if load_format != "dummy":
-        stored, config = _checked_headers(path, config, pickle=load_format == "pickle")
+        stored, config = checked_headers(path, config, pickle=load_format == "pickle")
     formats: WeightFormat | dict[str, WeightFormat] | None = weight_format
     held: dict[str, WeightFormat] = {}
     rounds = weight_format in LIBRARY_FORMATS
@@ -246,7 +230,7 @@ def _matrix_formats(
         _logger.warning(
             "%s are held as full numbers, which takes more memory: their inputs have an order, which differs among "
             "what they stack or would be divided among ranks",
-            _listed(undone),
+            listed(undone),
         )
     return {parameter: form for parameter, form in found.items() if form is not None}
 
@@ -254,7 +238,7 @@ def _matrix_formats(
 def _full_tables(formats: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
     """Return formats without those of embedding and head, which kernels for GPUs read as full numbers."""
     if names := [name for name in TABLES if name in formats and formats[name].is_quantized]:
-        _logger.info("held as full numbers, as kernels for GPUs read them: %s", _listed(names))
+        _logger.info("held as full numbers, as kernels for GPUs read them: %s", listed(names))
     return {name: form for name, form in formats.items() if name not in TABLES}
 
 
@@ -271,194 +255,7 @@ def _log_mixed(
             how = "full numbers" if form is None else f"{form.bits} bits in groups of {form.group}"
             held.setdefault((" and ".join(names), how), []).append(parameter)
     for (names_text, how), parameters in held.items():
-        _logger.info("stored as %s, held as %s: %s", names_text, how, _listed(parameters))
-
-
-def _checked_headers(
-    path: Path, config: ModelConfig, *, pickle: bool
-) -> tuple[dict[str, StoredPart], ModelConfig]:
-    """Return what to load, by the names in the model, and the configuration that the files have.
-
-    Raises:
-        WeightsError: names, shapes or dtypes differ from those of the model.
-    """
-    # A GGUF file says itself what belongs together.
-    parts = gguf_parts(path) if path.is_file() else None
-    if parts is None:
-        headers = read_headers(path, pickle=pickle)
-        check_merged(headers)
-    else:
-        headers = {name: it.entry for name, it in parts.items()}
-    needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
-    family, network = FAMILIES[config.architecture], config.network
-    names = StoredNames(family.tensors, needed, len(network.layers))
-    head = f"{family.tensors.modules[HEAD]}.weight"
-    if network.tied:
-        names.add(head)
-    unread = unread_names(network, family.tensors)
-    for module in unread:
-        names.add(f"{module}.weight")
-    # What is ignored is not looked at any further, whatever its dtype is.
-    ignored = [
-        name
-        for name in headers
-        if names.is_ignored(name) or names.full(name).rpartition(".")[0] in unread
-    ]
-    beyond = [name for name in headers if names.is_beyond_layers(name)]
-    buffers = {
-        name: (kind, entry)
-        for name, entry in headers.items()
-        if (kind := names.buffer(name, entry.shape)) is not None
-    }
-    unused = {*ignored, *beyond, *buffers}
-    used = {name: entry for name, entry in headers.items() if name not in unused}
-    found = _combined(used, config) if parts is None else {name: parts[name] for name in used}
-    stored = names.mapped(found)
-    if network.tied and head in stored:
-        config = _with_stored_head(stored, config, head)
-        needed = named_parts(DecoderLM(config, device="meta"))
-    extra = {name: it for name, it in stored.items() if name not in needed}
-    implied = _zero_biases(stored, extra) | _checked_constants(family.tensors, extra)
-    _check_fit(path, {name: it for name, it in stored.items() if name not in implied}, needed)
-    ignored += implied
-    _report_unused(path, config, ignored, beyond, buffers)
-    return {name: stored[name] for name in needed}, config
-
-
-def _with_stored_head(stored: dict[str, StoredPart], config: ModelConfig, head: str) -> ModelConfig:
-    """Return the configuration of a checkpoint that stores a head which its config.json ties to the embedding.
-
-    As in transformers 5, the head is tied only if it equals the embedding, whose place it takes if that is not stored.
-
-    Args:
-        stored: the tensors; changed.
-        config: of the checkpoint.
-        head: the name of the head.
-    """
-    tensors = FAMILIES[config.architecture].tensors
-    embedding = f"{tensors.prefix}{tensors.modules['embed_tokens']}.weight"
-    if embedding not in stored:
-        stored[embedding] = stored.pop(head)
-        return config
-    if are_equal(stored[head], stored[embedding]):
-        del stored[head]
-        return config
-    _logger.warning(
-        "config.json ties %s to %s, but the files have both with different values: the head that is stored is used",
-        stored[head].name,
-        stored[embedding].name,
-    )
-    return config.untied()
-
-
-def _check_fit(
-    path: Path, stored: Mapping[str, StoredPart], needed: Mapping[str, ParameterPart]
-) -> None:
-    """Check that the names and shapes of tensors are those of the model.
-
-    Raises:
-        WeightsError: they are not.
-    """
-    missing, unexpected = needed.keys() - stored.keys(), stored.keys() - needed.keys()
-    misshaped = [
-        f"{name} is {list(stored[name].shape)}, must be {list(part.stored_shape)}"
-        for name, part in needed.items()
-        if name in stored and stored[name].shape != part.stored_shape
-    ]
-    if missing or unexpected or misshaped:
-        counts = (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", misshaped))
-        raise WeightsError(
-            f"the tensors in {path} do not fit its config.json: "
-            + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
-            + ("" if path.is_file() else hint(unexpected))
-        )
-
-
-def _report_unused(
-    path: Path,
-    config: ModelConfig,
-    ignored: Iterable[str],
-    beyond: Iterable[str],
-    buffers: Mapping[str, tuple[Buffer, StoredTensor]],
-) -> None:
-    """Log what the files have and the model does not use, as a warning if that may be a mistake."""
-    scales = [name for name, (kind, _) in buffers.items() if kind is Buffer.CACHE_SCALE]
-    implied = buffers.keys() - scales
-    if names := [*ignored, *implied]:
-        _logger.info("tensors that the network does not need are ignored: %s", _listed(names))
-    if beyond:
-        _logger.warning(
-            "%s has tensors of layers beyond the %d of config.json, which are ignored: %s",
-            path,
-            len(config.network.layers),
-            _listed(beyond),
-        )
-    if scales:
-        _logger.warning(
-            "scales of a KV cache in FP8 are not used, since --kv-cache-dtype fp8 has scales of its own: %s",
-            _listed(scales),
-        )
-    if different := list(different_buffers(buffers, config.network)):
-        _logger.warning(
-            "stored tensors differ from what config.json implies, which is used, as by transformers: %s; check its rope"
-            " parameters and its attention if the model's text is wrong",
-            _listed(different),
-        )
-
-
-def _combined(headers: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredPart]:
-    """Return the parts of a checkpoint in a folder, by the names in its files.
-
-    Raises:
-        WeightsError: tensors have dtypes that are not read, or do not fit each other.
-    """
-    formats = stored_formats(config.content)
-    for note in formats.notes:
-        _logger.warning("%s", note)
-    check_dtypes(headers, *formats.dtypes)
-    ahead = {name: entry for name, entry in headers.items() if name.endswith(formats.ahead)}
-    values = {name: tensor.clone() for name, tensor in read_tensors(ahead)}
-    read = {name: entry._replace(values=values.get(name)) for name, entry in headers.items()}
-    return combine(read, formats)
-
-
-def _checked_constants(tensors: Tensors, extra: Mapping[str, StoredPart]) -> set[str]:
-    """Return the names of the tensors whose numbers the network has without them.
-
-    Raises:
-        WeightsError: a number is another one.
-    """
-    found = {}
-    for name, part in extra.items():
-        in_layer = _IN_LAYER.search(name)
-        constant = None if in_layer is None else tensors.constants.get(name[in_layer.end() :])
-        if constant is not None:
-            found[part.name] = (name, part, constant)
-    for stored_name, value in read_tensors({it: part.entry for it, (_, part, _) in found.items()}):
-        name, part, constant = found[stored_name]
-        # Files in bfloat16 have rounded numbers.
-        if value.numel() != 1 or not math.isclose(value.item(), constant, rel_tol=2**-7):
-            raise WeightsError(
-                f"{part.entry.file}: {stored_name} must be {constant:g}, found {value.flatten()[:1].tolist()}"
-            )
-    return {name for name, _, _ in found.values()}
-
-
-def _zero_biases(stored: Mapping[str, StoredPart], extra: Iterable[str]) -> set[str]:
-    """Return which of some tensors are biases of 0 of quantized matrices: AutoGPTQ stores them for every family."""
-    found = {}
-    for name in extra:
-        matrix = stored.get(f"{name.removesuffix('.bias')}.weight")
-        if name.endswith(".bias") and matrix is not None and matrix.form is not None:
-            found[stored[name].name] = name
-    entries = {stored[name].name: stored[name].entry for name in found.values()}
-    return {found[name] for name, bias in read_tensors(entries) if not bool(bias.any())}
-
-
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    rest = len(ordered) - _LISTED_NAMES
-    return ", ".join(ordered[:_LISTED_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+        _logger.info("stored as %s, held as %s: %s", names_text, how, listed(parameters))
 
 
 def _allocate(
@@ -479,84 +276,3 @@ def _allocate(
     except (torch.OutOfMemoryError, RuntimeError) as error:
         raise WeightsError(f"{wanted}, which failed: {error}") from None
     return model.requires_grad_(requires_grad=False).eval()
-
-
-def save_checkpoint(
-    model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**30, *, int8: bool = False
-) -> None:
-    """Write the model as a Hugging Face checkpoint: config, generation config and safetensors.
-
-    Args:
-        model: any dtype, any device.
-        path: folder, created if it does not exist; weight files in it are replaced, other files are kept.
-        max_shard_bytes: maximum size of a file with more than one tensor.
-        int8: whether to store the matrices of the layers in 8 bits, see `model.checkpoint.formats.int_quantized`.
-    """
-    assert not model.is_quantized, "the format is for weights of one dtype"
-    path.mkdir(parents=True, exist_ok=True)
-    for stale in (*path.glob("model*.safetensors"), path / INDEX_NAME):
-        stale.unlink(missing_ok=True)
-    dtype = model.dtype
-    config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
-    compression = {"quantization_config": to_config()} if int8 else {}
-    _write_json(path / "config.json", config.to_dict() | compression)
-    ends = list(config.eos_token_ids) or None
-    _write_json(
-        path / "generation_config.json", {"bos_token_id": config.bos_token_id, "eos_token_id": ends}
-    )
-    shards: list[list[str]] = [[]]
-    parts = named_parts(model)
-    tensors = _StoredTensors(parts, dtype, int8=int8)
-    num_bytes = {name: tensors.num_bytes(name) for name in parts}
-    size = 0
-    for name, its_bytes in num_bytes.items():
-        if shards[-1] and size + its_bytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += its_bytes
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = SINGLE_NAME
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        saved = {key: value for name in names for key, value in tensors.of(name).items()}
-        save_file(saved, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(saved, file)
-    if len(shards) > 1:
-        total = sum(num_bytes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(path / INDEX_NAME, index)
-
-
-class _StoredTensors:
-    """The tensors of a model as a checkpoint stores them."""
-
-    def __init__(self, parts: dict[str, ParameterPart], dtype: torch.dtype, *, int8: bool) -> None:
-        self._parts, self._dtype, self._int8 = parts, dtype, int8
-
-    def of(self, name: str) -> dict[str, Tensor]:
-        """Return a tensor, and its scales if it is compressed, by name."""
-        stored = self._parts[name].to_stored(self._dtype)
-        if not self._is_compressed(name):
-            return {name: stored}
-        ends = (INT_QUANTIZED.tensors[key] for key in ("numbers", "scale"))
-        module = name.removesuffix("weight")
-        return dict(zip((module + end for end in ends), compress(stored), strict=True))
-
-    def num_bytes(self, name: str) -> int:
-        """Size in a file."""
-        shape = self._parts[name].stored_shape
-        if self._is_compressed(name):
-            return math.prod(shape) + shape[0] * torch.float32.itemsize
-        return math.prod(shape) * self._dtype.itemsize
-
-    def _is_compressed(self, name: str) -> bool:
-        part = self._parts[name]
-        assert not (self._int8 and part.transposed), "the format has a scale for each output"
-        # `transformers` cannot load compressed embeddings, nor a compressed head that is tied to them.
-        return self._int8 and isinstance(part.values, Weight) and _IN_LAYER.search(name) is not None
-
-
-def _write_json(file: Path, value: dict[str, object]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from kernels.weights import Weight
 from model.device.memory import drop_pages
 from model.device.quantizations import quantization_name
 from model.errors import WeightsError
+from model.executors import support
 from model.executors.columns import ADAPTER, Want
 from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.scores import prompt_scores
@@ -43,13 +44,15 @@ _logger = logging.getLogger(__name__)
 
 CACHE_DTYPE: Final = "float16"
 """Of the KV cache, PyTorch's name."""
-READS: Final[spec.Reads] = {
-    spec.Network: {"tied": spec.ALL},
+READS: Final[support.Reads] = {
+    spec.Network: {"tied": support.ALL},
     spec.Layer: {},
-    spec.Norm: {"eps": spec.ALL, "float32": spec.ALL},
-    spec.Attention: dict.fromkeys(("window", "rotary", "qk_norm", "bias", "output_bias"), spec.ALL),
-    spec.Rotary: spec.ALL,
-    spec.Dense: {"bias": spec.ALL},
+    spec.Norm: {"eps": support.ALL, "float32": support.ALL},
+    spec.Attention: dict.fromkeys(
+        ("window", "rotary", "qk_norm", "bias", "output_bias"), support.ALL
+    ),
+    spec.Rotary: support.ALL,
+    spec.Dense: {"bias": support.ALL},
 }
 VARYING: Final = ((spec.Attention, "window"),)
 
@@ -70,9 +73,9 @@ def unsupported(
     )
     return (
         *(reason for fails, reason in settings if fails),
-        *(shape_unsupported(_shape(network)) if spec.is_attention_and_dense(network) else ()),
-        *spec.unsupported(network, READS, VARYING),
-        *spec.different_norms(network, "eps"),
+        *(shape_unsupported(_shape(network)) if support.is_attention_and_dense(network) else ()),
+        *support.unsupported(network, READS, VARYING),
+        *support.different_norms(network, "eps"),
     )
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.collective.communicator import Communicator
-    from kernels.linear.projection import Add, Norm, Projection
+    from kernels.linear.projection import Norm, Projection
+    from kernels.linear.residual import Add
     from model.executors.head import Head
 
 

@@ -18,6 +18,7 @@ from kernels.step.single_launch import (
     launch_refusal,
 )
 from kernels.step.single_launch import unsupported as shape_unsupported
+from model.executors import support
 from model.executors.columns import Want
 from model.executors.executor import ExecutorSpec
 from model.executors.step import StepOutput
@@ -45,21 +46,21 @@ if TYPE_CHECKING:
     from model.executors.step import StepInput
     from model.network.parameters import DecoderParameters
 
-READS: Final[spec.Reads] = {
-    spec.Network: {"tied": spec.ALL, "embedding_factor": spec.ALL},
-    spec.Layer: {"post_norms": spec.ALL},
-    spec.Norm: {"eps": spec.ALL, "float32": spec.ALL},
-    spec.Attention: dict.fromkeys(("window", "rotary", "qk_norm", "bias"), spec.ALL),
-    spec.Rotary: spec.ALL,
+READS: Final[support.Reads] = {
+    spec.Network: {"tied": support.ALL, "embedding_factor": support.ALL},
+    spec.Layer: {"post_norms": support.ALL},
+    spec.Norm: {"eps": support.ALL, "float32": support.ALL},
+    spec.Attention: dict.fromkeys(("window", "rotary", "qk_norm", "bias"), support.ALL),
+    spec.Rotary: support.ALL,
     spec.Dense: {"activation": {"gelu_tanh"}},
 }
 """What the launch of one sequence computes."""
 VARYING: Final = ((spec.Attention, "window"), (spec.Attention, "rotary"))
-READS_OF_ROWS: Final[spec.Reads] = {
+READS_OF_ROWS: Final[support.Reads] = {
     **READS,
-    spec.Network: {"tied": spec.ALL},
+    spec.Network: {"tied": support.ALL},
     spec.Layer: {},
-    spec.Norm: {"eps": spec.ALL},
+    spec.Norm: {"eps": support.ALL},
     spec.Dense: {},
 }
 """What the launch of several sequences computes."""
@@ -172,7 +173,7 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
         rows: sequences of the step, 1 or one of `ROW_COUNTS`.
     """
     network = problem.network
-    missing = spec.unsupported(network, READS, VARYING)
+    missing = support.unsupported(network, READS, VARYING)
     if problem.num_ranks > 1:
         missing = (*missing, "no tensor parallelism")
     if any(it.ordered for it in (problem.weight_format, *problem.other_formats)):
@@ -181,7 +182,7 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
     if problem.other_formats:
         names = dict.fromkeys(it.name for it in (problem.weight_format, *problem.other_formats))
         missing += (f"matrices in several formats: {', '.join(names)}",)
-    if not spec.is_attention_and_dense(network):
+    if not support.is_attention_and_dense(network):
         return missing
     reasons = shape_unsupported(
         step_shape(network),
@@ -191,13 +192,13 @@ def unsupported(problem: ModelProblem, rows: int = 1) -> tuple[str, ...]:
         problem.weight_format,
         unmeasured=problem.unmeasured,
     )
-    missing += spec.different_norms(network, "eps", "float32")
+    missing += support.different_norms(network, "eps", "float32")
     mixers = [layer.mixer for layer in network.layers]
     kinds = {(mixer.window is None, mixer.rotary) for mixer in mixers}
     if len(kinds) > len({has_window for has_window, _ in kinds}):
         missing += ("no rotary embeddings that differ among layers without a window, or with one",)
     if rows > 1:
-        of_rows = spec.unsupported(network, READS_OF_ROWS, VARYING_OF_ROWS)
+        of_rows = support.unsupported(network, READS_OF_ROWS, VARYING_OF_ROWS)
         missing += tuple(f"{it} for several sequences" for it in of_rows if it not in missing)
     return reasons + missing
 
@@ -209,7 +210,7 @@ def launched_rows(problem: ModelProblem) -> tuple[int, ...]:
 
 def exact_rows(problem: ModelProblem) -> int:
     """Return up to how many rows, a power of two, a step computes each with the same bits whatever the others are."""
-    shape = step_shape(problem.network) if spec.is_attention_and_dense(problem.network) else None
+    shape = step_shape(problem.network) if support.is_attention_and_dense(problem.network) else None
     most = 1
     if shape is not None and computed_as_rows(shape, 1, problem.weight_format):
         for rows in ROW_COUNTS:

@@ -1,17 +1,15 @@
-"""The network of a decoder as frozen data, and what an executor cannot compute of it.
+"""The network of a decoder as frozen data.
 
 A `Network` says which function a model computes, layer by layer. Families (`model.families`) make it from config.json;
 parameters, executors, caches and plans follow from it. It does not say how matrices are stored
 (`kernels.weights.WeightFormat`) nor on which device they are. This module imports neither PyTorch nor kernels.
 
-An executor declares which fields of which parts it computes (`Reads`). Everything else is found by `unsupported`, field
-by field: a part or a field that an executor does not list is refused, whoever added it.
+What an executor cannot compute of it: `model.executors.support`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
@@ -25,7 +23,7 @@ has two parameters in each layer.
 """
 
 
-_TEXT: Final = "text"
+TEXT: Final = "text"
 """Key of what a message calls a value of a field other than its default."""
 
 
@@ -81,9 +79,9 @@ class Norm:
     """
 
     eps: float = 1e-6
-    kind: Literal["rms", "layer"] = field(default="rms", metadata={_TEXT: "layer norms"})
-    float32: bool = field(default=False, metadata={_TEXT: "float32 weights of norms"})
-    bias: bool = field(default=True, metadata={_TEXT: "layer norms without biases"})
+    kind: Literal["rms", "layer"] = field(default="rms", metadata={TEXT: "layer norms"})
+    float32: bool = field(default=False, metadata={TEXT: "float32 weights of norms"})
+    bias: bool = field(default=True, metadata={TEXT: "layer norms without biases"})
 
     @property
     def has_bias(self) -> bool:
@@ -139,29 +137,29 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     scale: float
-    window: int | None = field(default=None, metadata={_TEXT: "sliding window"})
-    rotary: Rotary | None = field(default=Rotary(), metadata={_TEXT: "rotary embedding"})
-    qk_norm: Norm | None = field(default=None, metadata={_TEXT: "norms of queries and keys"})
+    window: int | None = field(default=None, metadata={TEXT: "sliding window"})
+    rotary: Rotary | None = field(default=Rotary(), metadata={TEXT: "rotary embedding"})
+    qk_norm: Norm | None = field(default=None, metadata={TEXT: "norms of queries and keys"})
     joint_qk_norm: bool = field(
-        default=False, metadata={_TEXT: "norms of all queries and of all keys of a token"}
+        default=False, metadata={TEXT: "norms of all queries and of all keys of a token"}
     )
     qk_norm_by_head: bool = field(
-        default=False, metadata={_TEXT: "norms of queries and keys with weights of each head"}
+        default=False, metadata={TEXT: "norms of queries and keys with weights of each head"}
     )
-    softcap: float | None = field(default=None, metadata={_TEXT: "softcap of attention scores"})
-    bias: bool = field(default=False, metadata={_TEXT: "bias of the q, k and v projections"})
-    output_bias: bool = field(default=False, metadata={_TEXT: "bias of the output projection"})
+    softcap: float | None = field(default=None, metadata={TEXT: "softcap of attention scores"})
+    bias: bool = field(default=False, metadata={TEXT: "bias of the q, k and v projections"})
+    output_bias: bool = field(default=False, metadata={TEXT: "bias of the output projection"})
     late_qk_norm: bool = field(
-        default=False, metadata={_TEXT: "norms of queries and keys after the rotation"}
+        default=False, metadata={TEXT: "norms of queries and keys after the rotation"}
     )
     query_scale: QueryScale | None = field(
-        default=None, metadata={_TEXT: "scale of queries by position beyond the original context"}
+        default=None, metadata={TEXT: "scale of queries by position beyond the original context"}
     )
-    gate: bool = field(default=False, metadata={_TEXT: "gate of the result of attention"})
-    value_norm: bool = field(default=False, metadata={_TEXT: "norms of values"})
-    tied_values: bool = field(default=False, metadata={_TEXT: "values from the key projection"})
+    gate: bool = field(default=False, metadata={TEXT: "gate of the result of attention"})
+    value_norm: bool = field(default=False, metadata={TEXT: "norms of values"})
+    tied_values: bool = field(default=False, metadata={TEXT: "values from the key projection"})
     kv_layer: int | None = field(
-        default=None, metadata={_TEXT: "keys and values of an earlier layer"}
+        default=None, metadata={TEXT: "keys and values of an earlier layer"}
     )
 
     @property
@@ -222,10 +220,10 @@ class Dense:
     """
 
     inner: int
-    activation: ActivationName = field(default="silu", metadata={_TEXT: "{} activation"})
-    gated: bool = field(default=True, metadata={_TEXT: "MLP without a gate"})
-    bias: bool = field(default=False, metadata={_TEXT: "biases of the MLP"})
-    sparsity: float = field(default=0.0, metadata={_TEXT: "sparse activations"})
+    activation: ActivationName = field(default="silu", metadata={TEXT: "{} activation"})
+    gated: bool = field(default=True, metadata={TEXT: "MLP without a gate"})
+    bias: bool = field(default=False, metadata={TEXT: "biases of the MLP"})
+    sparsity: float = field(default=0.0, metadata={TEXT: "sparse activations"})
 
     def matrices(self, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
         """Return the outputs of the projections that each matrix stacks, and its inputs."""
@@ -268,16 +266,16 @@ class Layer:
     mixer: Mixer
     mlp: MLP
     norm: Norm = Norm()
-    post_norms: bool = field(default=False, metadata={_TEXT: "norms after attention and MLP"})
+    post_norms: bool = field(default=False, metadata={TEXT: "norms after attention and MLP"})
     pre_norms: bool = field(
-        default=True, metadata={_TEXT: "attention and MLP without norms before them"}
+        default=True, metadata={TEXT: "attention and MLP without norms before them"}
     )
-    parallel: bool = field(default=False, metadata={_TEXT: "attention and MLP in parallel"})
-    shared_norm: bool = field(default=False, metadata={_TEXT: "shared norm of attention and MLP"})
-    per_layer: PerLayerInput | None = field(default=None, metadata={_TEXT: "per-layer inputs"})
-    scaled: bool = field(default=False, metadata={_TEXT: "scale of the stream after a layer"})
-    laurel: Laurel | None = field(default=None, metadata={_TEXT: "LAuReL"})
-    altup: AltUp | None = field(default=None, metadata={_TEXT: "AltUp"})
+    parallel: bool = field(default=False, metadata={TEXT: "attention and MLP in parallel"})
+    shared_norm: bool = field(default=False, metadata={TEXT: "shared norm of attention and MLP"})
+    per_layer: PerLayerInput | None = field(default=None, metadata={TEXT: "per-layer inputs"})
+    scaled: bool = field(default=False, metadata={TEXT: "scale of the stream after a layer"})
+    laurel: Laurel | None = field(default=None, metadata={TEXT: "LAuReL"})
+    altup: AltUp | None = field(default=None, metadata={TEXT: "AltUp"})
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -362,16 +360,16 @@ class Network:
     hidden: int
     layers: tuple[Layer, ...]
     norm: Norm = Norm()
-    embedding_factor: float = field(default=1.0, metadata={_TEXT: "factor on embeddings"})
-    positions: Positions | None = field(default=None, metadata={_TEXT: "learned positions"})
-    logit_softcap: float | None = field(default=None, metadata={_TEXT: "softcap of logits"})
+    embedding_factor: float = field(default=1.0, metadata={TEXT: "factor on embeddings"})
+    positions: Positions | None = field(default=None, metadata={TEXT: "learned positions"})
+    logit_softcap: float | None = field(default=None, metadata={TEXT: "softcap of logits"})
     tied: bool = False
-    head_bias: bool = field(default=False, metadata={_TEXT: "bias of the output head"})
-    modules: Modules | None = field(default=None, metadata={_TEXT: "modules of transformers"})
+    head_bias: bool = field(default=False, metadata={TEXT: "bias of the output head"})
+    modules: Modules | None = field(default=None, metadata={TEXT: "modules of transformers"})
     per_layer: PerLayerTable | None = field(
-        default=None, metadata={_TEXT: "embeddings for each layer"}
+        default=None, metadata={TEXT: "embeddings for each layer"}
     )
-    streams: Streams | None = field(default=None, metadata={_TEXT: "several residual streams"})
+    streams: Streams | None = field(default=None, metadata={TEXT: "several residual streams"})
 
     @property
     def num_parameters(self) -> int:
@@ -444,101 +442,3 @@ class Network:
         """The distinct rotary embeddings of the layers and their head dims, those of layers without a window first."""
         mixers = sorted(self.attentions, key=lambda mixer: mixer.window is not None)
         return tuple(dict.fromkeys((mixer.rotary, mixer.head_dim) for mixer in mixers))
-
-
-ALL: Final = None
-"""Every value of a field."""
-Reads: TypeAlias = Mapping[type, Mapping[str, Collection[Any] | None] | None]
-"""For each part that an executor computes, the fields that it reads and the values of each; `ALL` for every value, or
-for every field. It computes each field without a default, the default of each other one, and a part within a part by
-the entry of its own type: only whether there is an optional part must be listed.
-"""
-Varying: TypeAlias = Collection[tuple[type, str]]
-"""The fields in which the layers of a network may differ for an executor, as (part, field)."""
-
-
-def unsupported(network: Network, reads: Reads, varying: Varying) -> tuple[str, ...]:
-    """List what an executor cannot compute of a network; empty if nothing.
-
-    Args:
-        network: the network.
-        reads: what the executor computes.
-        varying: what may differ from layer to layer.
-
-    Returns:
-        Reasons such as "no softcap of logits", each once.
-    """
-    differing = _differing(network.layers, frozenset(varying))
-    return tuple(dict.fromkeys((*unread(network, reads), *differing)))
-
-
-def unread(network: Network, reads: Reads) -> tuple[str, ...]:
-    """List what an executor whose layers may differ in everything cannot compute; arguments as for `unsupported`."""
-    return tuple(dict.fromkeys(_unread(network, reads)))
-
-
-def _unread(part: Any, reads: Reads) -> Iterator[str]:  # noqa: ANN401 - any part of a network
-    if type(part) not in reads:
-        yield f"no {type(part).__name__}"
-        return
-    read = reads[type(part)]
-    for it in dataclasses.fields(part):
-        value = getattr(part, it.name)
-        is_default = it.default is dataclasses.MISSING or value == it.default
-        is_part = dataclasses.is_dataclass(value) and type(value) is type(it.default)
-        if not is_default and not is_part and read is not ALL:
-            values = read.get(it.name, ())
-            if values is not ALL and value not in values:
-                yield f"no {_text(part, it, value)}"
-                continue
-        for inner in dict.fromkeys(value if isinstance(value, tuple) else (value,)):
-            if dataclasses.is_dataclass(inner):
-                yield from _unread(inner, reads)
-
-
-def _text(part: Any, it: dataclasses.Field[Any], value: object) -> str:  # noqa: ANN401 - any part of a network
-    text: str = it.metadata.get(_TEXT, f"{type(part).__name__}.{it.name} = {{}}")
-    return text.format(value)
-
-
-def _differing(parts: Collection[Any], varying: Collection[tuple[type, str]]) -> Iterator[str]:
-    """Yield the fields in which parts at the same place differ, unless they may."""
-    first, *others = dict.fromkeys(parts)
-    if any(type(part) is not type(first) for part in others):
-        names = dict.fromkeys(type(part).__name__ for part in (first, *others))
-        yield f"no layers of different kinds: {', '.join(names)}"
-        return
-    for it in dataclasses.fields(first):
-        values = dict.fromkeys(getattr(part, it.name) for part in (first, *others))
-        if len(values) == 1 or (type(first), it.name) in varying:
-            continue
-        if _TEXT not in it.metadata and all(map(dataclasses.is_dataclass, values)):
-            yield from _differing(values, varying)
-            continue
-        text = it.metadata.get(_TEXT, f"{type(first).__name__}.{it.name}").format("one")
-        yield f"no {text} of its own for some layers"
-
-
-def is_attention_and_dense(network: Network) -> bool:
-    """Whether each layer has attention and a dense MLP, so that an executor of these may read their sizes."""
-    return all(type(it.mixer) is Attention and type(it.mlp) is Dense for it in network.layers)
-
-
-def different_norms(network: Network, *names: str) -> tuple[str, ...]:
-    """List the fields in which norms of a network differ, as reasons of an executor that takes one value for all."""
-    norms = {part for part in _parts(network) if isinstance(part, Norm)}
-    return tuple(
-        f"no norms that differ in {name}"
-        for name in names
-        if len({getattr(norm, name) for norm in norms}) > 1
-    )
-
-
-def _parts(part: Any) -> Iterator[Any]:  # noqa: ANN401 - any part of a network
-    """Yield a part and the parts within it."""
-    yield part
-    for it in dataclasses.fields(part):
-        value = getattr(part, it.name)
-        for inner in dict.fromkeys(value if isinstance(value, tuple) else (value,)):
-            if dataclasses.is_dataclass(inner):
-                yield from _parts(inner)

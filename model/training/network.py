@@ -15,15 +15,16 @@ from kernels.rope.pytorch import split_heads
 from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
 from model.errors import UnsupportedModelError
+from model.executors import support
 from model.executors.layers.attention import BoundAttention
 from model.executors.layers.executor import Layers
 from model.executors.layers.forward import BoundLayer, Contexts, layer_forward, run_layers
-from model.network import spec
-from model.network.spec import ALL, Attention, Dense, Layer, Network, Norm, Rotary, unsupported
+from model.executors.support import ALL, unsupported
+from model.network.spec import Attention, Dense, Layer, Network, Norm, Rotary
 from model.training.prepare import CONTEXT_LENGTH
 from model.training.streams import PackedTokens
 
-_READS: Final[spec.Reads] = {
+_READS: Final[support.Reads] = {
     Network: {"tied": ALL},
     Layer: {"post_norms": ALL},
     Norm: {"eps": ALL, "kind": ALL},

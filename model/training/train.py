@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
-from model.checkpoint.weights import save_checkpoint
+from model.checkpoint.save import save_checkpoint
 from model.decoder import DecoderLM
 from model.training.loop import Shape, Stage, model_config, run_stage
 from model.training.network import TrainedLM

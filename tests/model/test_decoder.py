@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels import Phase
-from kernels.linear.cpu import unsupported as packing_unsupported
+from kernels.linear.cpu.packed import unsupported as packing_unsupported
 from model.decoder import DecoderLM
 from model.network.spec import Rotary
 from tests.model.configs import changed, model_config

@@ -10,8 +10,8 @@ from huggingface_hub import constants
 
 from model import files
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.files.shards import find_shards, open_shard
 from model.checkpoint.generation_config import read_sampling_defaults
-from model.checkpoint.shards import find_shards, open_shard
 from model.checkpoint_files import read_text
 from model.errors import ChatTemplateError, ModelError, TokenizerError, WeightsError
 from model.files import open_file, read_file, read_given

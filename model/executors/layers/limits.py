@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kernels.errors import NoKernelError
 from kernels.selection import reasons
+from model.executors import support
 from model.executors.columns import ADAPTER
 from model.executors.layers.tables import MIXERS, MLPS, READS
 from model.network import spec
@@ -25,7 +26,7 @@ def unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     return (
         *(("weights are in the layout of the C library",) if problem.is_in_library else ()),
         *(("no deterministic steps on a CPU",) if on_cpu else ()),
-        *spec.unread(network, {**READS, **tables}),
+        *support.unread(network, {**READS, **tables}),
         *_layer_norms(network),
         *_late_norms(problem),
         *_value_norms(network),

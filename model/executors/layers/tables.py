@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kernels.linear.projection import add_both
+from model.executors import support
 from model.executors.layers.altup import BoundAltUp, BoundLaurel
 from model.executors.layers.attention import BoundAttention
 from model.executors.layers.contexts import (
@@ -81,7 +82,7 @@ def _recurrent(*fields: str) -> MixerSpec:
         BoundRecurrent.bind,
         begin_recurrences,
         begin_dense_recurrences,
-        dict.fromkeys(fields, spec.ALL),
+        dict.fromkeys(fields, support.ALL),
         recurrent_choice,
     )
 
@@ -91,7 +92,7 @@ MIXERS: Final[dict[type, MixerSpec]] = {
         BoundAttention.bind,
         begin_attention,
         begin_dense_attention,
-        dict.fromkeys(_FIELDS, spec.ALL),
+        dict.fromkeys(_FIELDS, support.ALL),
     ),
     ShortConv: _recurrent("bias"),
     GatedDelta: _recurrent(),
@@ -100,33 +101,33 @@ MIXERS: Final[dict[type, MixerSpec]] = {
 }
 MLPS: Final[dict[type, MLPSpec]] = {
     Dense: MLPSpec(
-        BoundDense.bind, dict.fromkeys(("activation", "gated", "bias", "sparsity"), spec.ALL)
+        BoundDense.bind, dict.fromkeys(("activation", "gated", "bias", "sparsity"), support.ALL)
     )
 }
-READS: Final[spec.Reads] = {
+READS: Final[support.Reads] = {
     spec.Network: dict.fromkeys(
         (
             "embedding_factor", "positions", "logit_softcap", "tied", "head_bias", "per_layer",
             "streams",
         ),
-        spec.ALL,
+        support.ALL,
     ),
-    spec.Positions: {"offset": spec.ALL},
+    spec.Positions: {"offset": support.ALL},
     spec.Layer: dict.fromkeys(
         (
             "post_norms", "pre_norms", "parallel", "shared_norm", "per_layer", "scaled", "laurel",
             "altup",
         ),
-        spec.ALL,
+        support.ALL,
     ),
-    spec.Norm: {"eps": spec.ALL, "kind": {"rms", "layer"}, "float32": spec.ALL, "bias": spec.ALL},
-    spec.Rotary: spec.ALL,
-    spec.QueryScale: spec.ALL,
-    PerLayerTable: spec.ALL,
-    PerLayerInput: spec.ALL,
-    Laurel: spec.ALL,
-    AltUp: spec.ALL,
-    Streams: spec.ALL,
+    spec.Norm: {"eps": support.ALL, "kind": {"rms", "layer"}, "float32": support.ALL, "bias": support.ALL},
+    spec.Rotary: support.ALL,
+    spec.QueryScale: support.ALL,
+    PerLayerTable: support.ALL,
+    PerLayerInput: support.ALL,
+    Laurel: support.ALL,
+    AltUp: support.ALL,
+    Streams: support.ALL,
 }  # fmt: skip
 """What the layer loop computes beside mixers and MLPs, whose fields their tables have."""
 

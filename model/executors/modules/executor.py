@@ -10,6 +10,7 @@ import torch
 from kernels.rope import registry as rope
 from kernels.sampling.tokens import known_ids
 from kernels.selection import VectorProblem, reasons, select_vector
+from model.executors import support
 from model.executors.columns import Want
 from model.executors.executor import ExecutorOfState, ExecutorSpec
 from model.executors.layers.attention import PagedAttention
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
 _ROWS: Final = "logits_to_keep"
 """The argument of most models of the library that selects the tokens whose logits are computed."""
-_READS: Final[spec.Reads] = {
-    spec.Network: {"modules": spec.ALL},
-    spec.Modules: spec.ALL,
+_READS: Final[support.Reads] = {
+    spec.Network: {"modules": support.ALL},
+    spec.Modules: support.ALL,
     spec.Layer: {},
     spec.Norm: {},
-    spec.Attention: dict.fromkeys(("window", "rotary", "softcap"), spec.ALL),
+    spec.Attention: dict.fromkeys(("window", "rotary", "softcap"), support.ALL),
     spec.Dense: {},
 }
 
@@ -139,7 +140,7 @@ def _unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
             (bucket.deterministic, "no deterministic steps by modules of transformers"),
             (problem.num_ranks > 1, "no tensor parallelism of modules of transformers"),
         ),
-        *spec.unread(problem.network, _READS),
+        *support.unread(problem.network, _READS),
         *(f"no {name} of sequences" for name in bucket.extra_columns),
     )
 

@@ -15,7 +15,8 @@ from model.adapters.config import MAX_RANK
 from model.adapters.updates import UpdateReader
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.dtypes import stored_dtype
-from model.checkpoint.weights import load_model, save_checkpoint
+from model.checkpoint.save import save_checkpoint
+from model.checkpoint.weights import load_model
 from model.errors import AdapterError, ModelError
 from model.hub.resolve import resolve
 from model.network.matrix_shapes import matrix_shapes

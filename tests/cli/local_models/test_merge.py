@@ -38,7 +38,8 @@ def test_a_merged_checkpoint_is_that_of_peft(case, kind, tmp_path):
 
 def test_a_quantized_model_is_refused(tmp_path):
     from model.checkpoint.config import ModelConfig
-    from model.checkpoint.weights import load_model, save_checkpoint
+    from model.checkpoint.save import save_checkpoint
+    from model.checkpoint.weights import load_model
 
     model = CASES["llama"].save(tmp_path / "base")
     config = ModelConfig.from_folder(tmp_path / "base")

@@ -13,7 +13,8 @@ from kernels import detect
 from kernels.arch import CATALOGUE
 from kernels.weight_format import unquantized
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import load_model, save_checkpoint
+from model.checkpoint.save import save_checkpoint
+from model.checkpoint.weights import load_model
 from model.executors import cpu_library, single_launch
 from model.executors.columns import Bucket
 from model.executors.executor import ModelProblem

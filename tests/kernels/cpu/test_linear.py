@@ -7,7 +7,7 @@ import torch
 
 from kernels.arch import CATALOGUE, CPU
 from kernels.cpu.library import load
-from kernels.linear.cpu_library import unsupported
+from kernels.linear.cpu.integers import unsupported
 from kernels.linear.problem import LinearProblem
 from kernels.linear.projection import (
     SWIGLU,
@@ -224,7 +224,7 @@ def test_integers_on_a_cpu_are_multiplied_by_the_library(form, batch_invariant, 
 
 
 def test_a_library_that_cannot_be_loaded_is_the_reason(monkeypatch):
-    monkeypatch.setattr("kernels.linear.cpu_library.load", lambda: "there is none")
+    monkeypatch.setattr("kernels.linear.cpu.integers.load", lambda: "there is none")
 
     assert unsupported(PROBLEM) == ("there is none",)
     assert select_linear(PROBLEM, CPU).spec.name == "pytorch"

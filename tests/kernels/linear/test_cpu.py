@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE, CPU
-from kernels.linear.cpu import PackedLinear, fits_half, unsupported
+from kernels.linear.cpu.packed import PackedLinear, fits_half, unsupported
 from kernels.linear.problem import LinearProblem
 from kernels.linear.pytorch import PyTorchLinear
 from kernels.linear.registry import PACKED

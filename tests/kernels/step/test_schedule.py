@@ -15,7 +15,7 @@ from kernels.step.single_launch import StepShape
 from kernels.weight_format import FP8_ROWS, WeightFormat
 from model.checkpoint.config import ModelConfig
 from model.executors.single_launch import step_shape
-from model.network.spec import is_attention_and_dense
+from model.executors.support import is_attention_and_dense
 from tests.kernels.triton_interpreter import HAS_TRITON
 from tests.marks import slow_except
 

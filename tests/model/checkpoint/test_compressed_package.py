@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import load_model, save_checkpoint
+from model.checkpoint.save import save_checkpoint
+from model.checkpoint.weights import load_model
 from tests.model.checkpoint.hf_checkpoints import CASES
 
 transformers = pytest.importorskip("transformers")

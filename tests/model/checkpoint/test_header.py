@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from model.checkpoint.header import stored_dtype
+from model.checkpoint.files.header import stored_dtype
 
 WHOLE = {
     "a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]},

@@ -10,7 +10,8 @@ import torch
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.formats.int_quantized import INT_QUANTIZED, compress, to_config
 from model.checkpoint.formats.table import detect, stored_formats
-from model.checkpoint.weights import load_model, save_checkpoint
+from model.checkpoint.save import save_checkpoint
+from model.checkpoint.weights import load_model
 from model.errors import ModelError, WeightsError
 from tests.model.checkpoint.hf_checkpoints import CASES
 

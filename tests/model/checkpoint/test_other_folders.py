@@ -5,7 +5,7 @@ import json
 import pytest
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.shards import find_shards, open_shard, read_headers
+from model.checkpoint.files.shards import find_shards, open_shard, read_headers
 from model.errors import (
     ModelError,
     ModelFolderError,

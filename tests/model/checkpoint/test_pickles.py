@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.shards import find_shards
+from model.checkpoint.files.shards import find_shards
 from model.checkpoint.weights import load_model
 from model.errors import WeightsError
 from tests.model.checkpoint.hf_checkpoints import CASES

@@ -8,8 +8,9 @@ import torch
 import transformers
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.shards import read_headers, read_tensors
-from model.checkpoint.weights import load_model, save_checkpoint
+from model.checkpoint.files.shards import read_headers, read_tensors
+from model.checkpoint.save import save_checkpoint
+from model.checkpoint.weights import load_model
 from model.device.memory import drop_pages
 from model.errors import WeightsError
 from tests.model.checkpoint.hf_checkpoints import CASES

@@ -17,7 +17,8 @@ from kernels.weight_format import FP8_ROWS
 from kernels.weights import Weight
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.parameter_parts import named_parts
-from model.checkpoint.weights import load_model, save_checkpoint
+from model.checkpoint.save import save_checkpoint
+from model.checkpoint.weights import load_model
 from model.errors import WeightsError
 from tests.gpu.python_headers import HEADERS
 from tests.kernels.references.reference_fp8 import dequantize_rows

@@ -7,11 +7,10 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.weight_format import unquantized
-from model.executors import cpu_library, single_launch
+from model.executors import cpu_library, single_launch, support
 from model.executors.columns import Bucket
 from model.executors.executor import ModelProblem
 from model.executors.layers import executor, tables
-from model.network import spec
 from model.network.spec import (
     Attention,
     Dense,
@@ -110,11 +109,11 @@ def test_each_field_with_a_default_has_another_value_here():
 
 @pytest.mark.parametrize(("part", "name"), FIELDS)
 def test_an_executor_that_does_not_list_a_field_refuses_another_value_and_names_it(part, name):
-    reasons = spec.unsupported(network(part, name), EVERY_PART, ())
+    reasons = support.unsupported(network(part, name), EVERY_PART, ())
 
     assert len(reasons) == 1
     assert reasons[0].startswith("no ")
-    assert spec.unsupported(network(), EVERY_PART, ()) == ()
+    assert support.unsupported(network(), EVERY_PART, ()) == ()
 
 
 @pytest.mark.parametrize(("part", "name"), FIELDS)
@@ -123,26 +122,28 @@ def test_an_executor_refuses_exactly_what_it_does_not_list(executor, part, name)
     reads, varying = EXECUTORS[executor]
     values = reads[part].get(name, ())
 
-    refused = spec.unsupported(network(part, name), reads, varying)
+    refused = support.unsupported(network(part, name), reads, varying)
 
-    assert bool(refused) != (values is spec.ALL or OTHERS[part][name] in values)
+    assert bool(refused) != (values is support.ALL or OTHERS[part][name] in values)
 
 
 def test_a_part_that_an_executor_does_not_list_is_refused_by_its_type():
-    reads = dict.fromkeys((Network, Layer, Norm, Dense, Rotary), spec.ALL)
+    reads = dict.fromkeys((Network, Layer, Norm, Dense, Rotary), support.ALL)
 
-    assert spec.unsupported(network(), reads, ()) == ("no Attention",)
+    assert support.unsupported(network(), reads, ()) == ("no Attention",)
 
 
 def test_fields_that_differ_among_layers_are_refused_unless_they_may():
     whole = network()
     first, second = whole.layers
     windowed = dataclasses.replace(second, mixer=dataclasses.replace(second.mixer, window=3))
-    reads = EVERY_PART | {Attention: {"window": spec.ALL}}
+    reads = EVERY_PART | {Attention: {"window": support.ALL}}
     mixed = dataclasses.replace(whole, layers=(first, windowed))
 
-    assert spec.unsupported(mixed, reads, ()) == ("no sliding window of its own for some layers",)
-    assert spec.unsupported(mixed, reads, [(Attention, "window")]) == ()
+    assert support.unsupported(mixed, reads, ()) == (
+        "no sliding window of its own for some layers",
+    )
+    assert support.unsupported(mixed, reads, [(Attention, "window")]) == ()
 
 
 def test_the_layers_refuse_a_field_that_their_tables_do_not_list(monkeypatch):

@@ -20,7 +20,8 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import load_model, save_checkpoint
+from model.checkpoint.save import save_checkpoint
+from model.checkpoint.weights import load_model
 from model.decoder import DecoderLM
 from model.errors import ModelError
 from model.text.chat_template import ChatTemplate

@@ -12,10 +12,10 @@ from typing import Any, Final
 import safetensors
 from torch import Tensor
 
+from model.checkpoint.files.pickles import open_pickle
 from model.checkpoint.formats.format import FLOATS, StoredTensor
 from model.checkpoint.gguf_parts import open_gguf
 from model.checkpoint.other_folders import describe
-from model.checkpoint.pickles import open_pickle
 from model.errors import PICKLE_ADVICE, WeightsError
 from model.files import STAND_IN_BYTES, open_file, path_of_descriptor, stand_in
 from model.weight_files import INDEX_NAME, PICKLES, SINGLE_NAME, pickle_files, safetensors_files
