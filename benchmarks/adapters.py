@@ -133,7 +133,7 @@ class Streams:
             sent[number] = time.perf_counter()
 
         channel.steps.clear()
-        before, begun = engine.stats(), time.perf_counter()
+        before, start = engine.stats(), time.perf_counter()
         processor = time.process_time()
         for _ in range(min(self._options.streams, count)):
             send()
@@ -162,7 +162,7 @@ class Streams:
         return {
             "first": first,
             "gaps": gaps,
-            "seconds": time.perf_counter() - begun,
+            "seconds": time.perf_counter() - start,
             "processor": time.process_time() - processor,
             "reads": after.num_adapter_reads - before.num_adapter_reads,
             "loads": after.num_adapter_loads - before.num_adapter_loads,
@@ -211,8 +211,8 @@ def summary(name: str, host: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def single(engine: Engine, adapters: list[AdapterRef], samples: int) -> list[dict[str, Any]]:
     """Return the times to read an adapter and to write it to a slot."""
-    assert engine._adapters is not None  # noqa: SLF001
-    loader = engine._adapters._loader  # noqa: SLF001
+    assert engine._adapters is not None  # noqa: SLF001 - no request measures a read alone
+    loader = engine._adapters._loader  # noqa: SLF001 - likewise
     assert isinstance(loader, SlotLoader)
     chosen = adapters[-samples:]
     contents = []
@@ -224,9 +224,9 @@ def single(engine: Engine, adapters: list[AdapterRef], samples: int) -> list[dic
         seconds = []
         for it in chosen:
             prepare(it)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             act(it)
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
         return _ms(statistics.median(seconds))
 
     contents.clear()

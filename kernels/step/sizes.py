@@ -134,7 +134,7 @@ def step_sizes(
     stage_bytes = STAGE_BYTES + 2 * PARTS * ROWS * part_scales(weight_format) * 4
     # The splits of a row are those of a step of one row, whatever programs share them.
     splits = _rounded_down(min(MOST_SPLITS, arch.num_sms // (shape.num_kv_heads * least)))
-    pieces = _rounded_down(min(splits, arch.num_sms // (kv_heads * group_splits)))
+    split_groups = _rounded_down(min(splits, arch.num_sms // (kv_heads * group_splits)))
     stages = (arch.shared_memory_bytes - _SCRATCH_BYTES - used) // stage_bytes
     return StepSizes(
         group_splits,
@@ -144,7 +144,7 @@ def step_sizes(
         shape.head_dim & -shape.head_dim,
         inputs,
         splits,
-        splits // max(pieces, 1),
+        splits // max(split_groups, 1),
         min(stages, MOST_STAGES),
     )
 

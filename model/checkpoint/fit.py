@@ -154,7 +154,7 @@ def _report_unused(
         )
     if scales:
         _logger.warning(
-            "scales of a KV cache in FP8 are not used, since --kv-cache-dtype fp8 has scales of its own: %s",
+            "scales of a KV cache in FP8 are not used, since --kv-cache-dtype fp8 computes other scales: %s",
             listed(scales),
         )
     if different := list(different_buffers(buffers, config.network)):

@@ -133,7 +133,7 @@ def token_slots(step: StepInput) -> Tensor:
 
 
 def wanted_rows(step: StepInput) -> PagedBatch:
-    """Return a batch of the tokens whose logits are wanted, [M], each as the last one of a sequence of its own."""
+    """Return a batch of the tokens whose logits are wanted, [M], each as the last one of another sequence."""
     bucket, arrays = step.bucket, step.device
     rows, device = arrays.logits_rows, arrays.logits_rows.device
     tables = torch.cat((arrays.block_table, arrays.prompt_block_table))

@@ -17,7 +17,7 @@ ALL: Final = None
 Reads: TypeAlias = Mapping[type, Mapping[str, Collection[Any] | None] | None]
 """For each part that an executor computes, the fields that it reads and the values of each; `ALL` for every value, or
 for every field. It computes each field without a default, the default of each other one, and a part within a part by
-the entry of its own type: only whether there is an optional part must be listed.
+the entry of its type: only whether there is an optional part must be listed.
 """
 Varying: TypeAlias = Collection[tuple[type, str]]
 """The fields in which the layers of a network may differ for an executor, as (part, field)."""
@@ -82,7 +82,7 @@ def _differing(parts: Collection[Any], varying: Collection[tuple[type, str]]) ->
             yield from _differing(values, varying)
             continue
         text = it.metadata.get(TEXT, f"{type(first).__name__}.{it.name}").format("one")
-        yield f"no {text} of its own for some layers"
+        yield f"no other {text} for some layers"
 
 
 def is_attention_and_dense(network: Network) -> bool:

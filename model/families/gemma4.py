@@ -118,27 +118,27 @@ def kv_layers(keys: Keys, kinds: list[str], shared: int) -> list[int | None]:
     if missing := set(kinds) - last.keys():
         raise ModelFolderError(
             f"{keys.name('num_kv_shared_layers')} = {shared} of {len(kinds)} layers leaves no layer of type"
-            f" {min(missing)} with keys and values of its own"
+            f" {min(missing)} that computes keys and values"
         )
     return [last[kind] if index >= first else None for index, kind in enumerate(kinds)]
 
 
 def _mixers(keys: Keys, kinds: list[str]) -> list[Attention]:
-    """Return the mixer of each layer, as if it had keys and values of its own."""
+    """Return the mixer of each layer, as if it computed keys and values."""
     heads, kv_heads, dim = parts.heads(keys, num_kv_heads=4, head_dim=256)
     tied = keys.flag("attention_k_eq_v")
     # Read whatever follows, since one of the two forms has it.
     full_dim = keys.integer("global_head_dim", parts.HEAD_DIM, 512)
     full_kv = keys.optional_integer("num_global_key_value_heads", parts.HEADS)
-    own = keys.inner("per_layer_config")
+    stated_layers = keys.inner("per_layer_config")
     window = keys.integer("sliding_window", POSITIONS, 512)
     bias, norm = keys.flag("attention_bias"), parts.rms_norm(keys)
     found = []
     for index, kind in enumerate(kinds):
         is_full = kind == _FULL
         size, count = (full_dim, full_kv if tied else None) if is_full else (dim, None)
-        if own is not None:
-            stated = own.inner(str(index)) or Keys({})
+        if stated_layers is not None:
+            stated = stated_layers.inner(str(index)) or Keys({})
             size = stated.integer("head_dim", parts.HEAD_DIM, dim)
             count = stated.optional_integer("num_key_value_heads", parts.HEADS)
             stated.refuse_others()

@@ -68,8 +68,8 @@ class DecoderParameters(nn.Module):
         rounds_inputs: whether products may round their inputs to 8 bits, where matrices are integers; set before they
             are bound.
         adapters: slots of adapters; None until they are reserved.
-        embedding_rows: looks up tokens, [T] int64, in a packed head that is tied to the embedding, which has no memory
-            of its own then: [T, C] float32; None where there is none.
+        embedding_rows: looks up tokens, [T] int64, in a packed head that is tied to the embedding, which then has
+            no other memory: [T, C] float32; None where there is none.
     """
 
     def __init__(

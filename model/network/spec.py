@@ -130,7 +130,7 @@ class Attention:
         gate: whether the result is multiplied by the sigmoid of a projection of its size, before the output projection.
         value_norm: whether each head of values has an RMS norm without weight, with the eps of `qk_norm`.
         tied_values: whether the value projection is the key projection; keys are then normalized and rotated apart.
-        kv_layer: index of the earlier layer whose keys and values it reads; None for its own.
+        kv_layer: index of the earlier layer whose keys and values it reads; None if it computes them.
     """
 
     num_heads: int

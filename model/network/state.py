@@ -108,7 +108,7 @@ MixerState: TypeAlias = Paged | Fixed | Shared | Both
 
 
 def paged_of(state: MixerState) -> Paged | None:
-    """Return what a layer keeps in blocks of its own; None for nothing."""
+    """Return what a layer keeps in blocks; None for nothing."""
     if isinstance(state, Both):
         return state.paged
     return state if isinstance(state, Paged) else None

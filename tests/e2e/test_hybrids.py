@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 VOCABULARY = 4096
 CHUNK = 64
-SHARED, OWN, REQUESTS = 1500, 700, 64
+SHARED, OTHER, REQUESTS = 1500, 700, 64
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["after one that warms the cache", "at once"])
@@ -34,8 +34,8 @@ def test_usage_counts_the_tokens_that_requests_share(tmp_path, start_service, wa
     common = [rng.randrange(3, VOCABULARY) for _ in range(SHARED)]
 
     def ask(seed):
-        own = random.Random(seed)
-        prompt = common + [own.randrange(3, VOCABULARY) for _ in range(OWN)]
+        text = random.Random(seed)
+        prompt = common + [text.randrange(3, VOCABULARY) for _ in range(OTHER)]
         body = {"model": "it", "prompt": prompt, "max_tokens": 1, "temperature": 0}
         reply = CLIENT.post(f"{service.url}/v1/completions", json=body, timeout=200)
         assert reply.status_code == 200, reply.text

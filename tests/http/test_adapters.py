@@ -517,18 +517,18 @@ async def test_an_adapter_that_was_read_is_found_while_others_are_read(
 
 async def test_an_adapter_is_read_once_although_the_request_for_it_has_gone(tmp_path, folders):
     shutil.copytree(folders / "sql", tmp_path / "one")
-    begun, may_end, paths = asyncio.Event(), threading.Event(), []
+    started, may_end, paths = asyncio.Event(), threading.Event(), []
     loop = asyncio.get_running_loop()
 
     def read(_, path):
         paths.append(path)
-        loop.call_soon_threadsafe(begun.set)
+        loop.call_soon_threadsafe(started.set)
         may_end.wait(GIVE_UP)
         return path
 
     folder = AdapterFolder(tmp_path, (), read)
     gone = asyncio.create_task(folder.find("one"))
-    await begun.wait()
+    await started.wait()
     gone.cancel()
     await asyncio.wait([gone])
     may_end.set()

@@ -314,7 +314,7 @@ static void add_values_of_rows(int rows, const float *p, const Tile *tiles, int6
    rows.
 
    q: [tokens][q_stride], its heads at q + head * head_dim. out: [tokens][out_stride]. The first token is at
-   `position`; keys up to each token's own position are in the cache. */
+   `position`; keys up to each token's position are in the cache. */
 static void attend(const Cache *cache, const int32_t *table, int64_t kv_head, int64_t group, const float *q, int64_t q_stride, int64_t tokens, int64_t position, Scores of, float *out, int64_t out_stride) {
     int64_t dim = cache->head_dim, window = of.window;
     int rows = (int)(tokens * group);

@@ -29,9 +29,9 @@ static void compute_attention(Pool *pool, const void *argument, int thread) {
         int64_t tile = item / cache->kv_heads;
         int64_t i = 0;
         for (;; i++) {
-            int64_t own = (all->first_row[i + 1] - all->first_row[i] + at_once - 1) / at_once;
-            if (tile < own) break;
-            tile -= own;
+            int64_t of_sequence = (all->first_row[i + 1] - all->first_row[i] + at_once - 1) / at_once;
+            if (tile < of_sequence) break;
+            tile -= of_sequence;
         }
         int64_t head = item % cache->kv_heads;
         int64_t queries = all->first_row[i + 1] - all->first_row[i];

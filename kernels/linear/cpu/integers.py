@@ -1,6 +1,6 @@
 """Linear layers on a CPU with weights of 8 or 4 bits, which the C library multiplies with their norm and activation.
 
-Activations are rounded to 8 bits in groups, as in the library's own steps (`kernels.cpu.decoder`). The bits of a row
+Activations are rounded to 8 bits in groups, as in the library's steps (`kernels.cpu.decoder`). The bits of a row
 depend on nothing but the row.
 """
 
@@ -102,9 +102,9 @@ class CPULibraryLinear:
         self._outputs = weight.shape[0]
         self._inputs = weight.shape[1]
         self._is_gated = gated
-        absorbs_activation = gated or self._activation == _GELU
-        self._result = _RESULTS[self._activation] if absorbs_activation else _STORE  # type: ignore[index]
-        self._activates = self._activation if not absorbs_activation else None
+        self._result, self._activates = _STORE, self._activation
+        if self._activation is not None and (gated or self._activation == _GELU):
+            self._result, self._activates = _RESULTS[self._activation], None
         vectors = [it.detach().float().contiguous() for it in _vectors(self._norm)]
         self._held = vectors
         self._normed = tuple(it.data_ptr() for it in vectors)

@@ -151,7 +151,7 @@ def convolve_token(
     taps, new, weight, bias, channel, exists,
     W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Return the convolution of one token, [channels], from the inputs before it, as of `load_taps`, and its own."""
+    """Return the convolution of one token, [channels], from the inputs before it, as of `load_taps`, and its input."""
     tap = tl.arange(0, TAPS)[:, None]
     at = weight + channel[None, :] * W + tap
     factors = tl.load(at, mask=exists[None, :] & (tap < W - 1), other=0.0).to(tl.float32)

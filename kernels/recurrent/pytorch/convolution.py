@@ -26,7 +26,7 @@ def causal_conv(
 ) -> Tensor:
     """Convolve the tokens of a step; the states that are written replace those before.
 
-    The bits of a token depend on its own input, the W - 1 before and the parameters alone, wherever a sequence is
+    The bits of a token depend on its input, the W - 1 before and the parameters alone, wherever a sequence is
     divided into steps.
 
     Args:

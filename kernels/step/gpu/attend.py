@@ -42,31 +42,33 @@ def attend(
 ):  # fmt: skip
     """Attend this program's splits for some of the query heads of one key-value head of its row.
 
-    The first piece also writes the token's key and value. `qkv`, `seen`, `position` and `slot` are of the row, which
-    follows `earlier` other tokens of its sequence in this step. `vectors` are as in `bring_heads`, `cache` is a result
-    of `cache_of`; `seen` is the first key that the token may see; `scale` is in units of log2. Of several rows, splits
-    without keys give results too. Returns `used` and the number of programs that give results.
+    The first group of splits also writes the token's key and value. `qkv`, `seen`, `position` and `slot` are of the
+    row, which follows `earlier` other tokens of its sequence in this step. `vectors` are as in `bring_heads`, `cache`
+    is a result of `cache_of`; `seen` is the first key that the token may see; `scale` is in units of log2. Of several
+    rows, splits without keys give results too. Returns `used` and the number of programs that give results.
     """
-    row, kv_head, part, piece = attended(c)
+    row, kv_head, part, split_group = attended(c)
     splits, _, _ = key_range(seen, position, 0, c)
-    programs = c.PIECES
+    programs = c.SPLIT_GROUPS
     if c.BATCH == 1:
         programs = splits
-    if piece < programs:
+    if split_group < programs:
         wait_grid(counter + HEAD_READY + kv_head * COUNTER_LINE, arrivals, gl.constexpr(False))
         bring_heads(ring, qkv, vectors, kv_head, part, earlier, eps, c)
         dims: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, c.A))
-        if piece == 0 and part == 0:
+        if split_group == 0 and part == 0:
             write_to_cache(ring, cache, earlier, slot, kv_head, c)
         queries = ()
         for g in gl.static_range(c.HELD):
             query = ring.heads.index(g).load(dims).to(gl.float32) * scale
             queries = queries + (query,)  # type: ignore[assignment]
         if c.BATCH == 1:
-            log, merged, used = attend_split(ring, queries, seen, position, earlier, piece, used, c)
-            give(parts, logs, parity, piece, log, merged, kv_head, part, c)
+            log, merged, used = attend_split(
+                ring, queries, seen, position, earlier, split_group, used, c
+            )
+            give(parts, logs, parity, split_group, log, merged, kv_head, part, c)
         else:
-            for split in range(piece * c.LOCAL, (piece + 1) * c.LOCAL):
+            for split in range(split_group * c.LOCAL, (split_group + 1) * c.LOCAL):
                 number = split * c.BATCH + row
                 if split < splits:
                     log, merged, used = attend_split(
@@ -81,11 +83,15 @@ def attend(
                     )  # fmt: skip
                     give(parts, logs, parity, number, log, nothing, kv_head, part, c)
         arrive_published(counter + HEADS_DONE, c)
-    elif c.EARLY and c.BATCH == 1 and piece < c.PIECES:
+    elif c.EARLY and c.BATCH == 1 and split_group < c.SPLIT_GROUPS:
         # A longer sequence may have this split again.
         number = gl.arange(0, c.DP, layout=gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0]))
         for g in gl.static_range(c.HELD):
-            head = piece * c.HEADS + kv_head * c.GROUP + gl.minimum(part * c.HELD + g, c.GROUP - 1)
+            head = (
+                split_group * c.HEADS
+                + kv_head * c.GROUP
+                + gl.minimum(part * c.HELD + g, c.GROUP - 1)
+            )
             place = head * c.D + gl.minimum(number, c.D - 1)
             clear(parts, c.SPLITS * c.HEADS * c.D, parity, place, gl.constexpr(True))
             clear(logs, c.SPLITS * c.HEADS, parity, head + number * 0, gl.constexpr(True))

@@ -128,8 +128,8 @@ def consume(
         wait_grid(counter, arrivals, c.EARLY)
         stream = receive_hidden(ring, stream, between + parity * c.HIDDEN, post_gains, eps, c)
         first = first_tile(layer, c.HIDDEN // ROWS, c)
-        own = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
-        before = held_rows(ring, own, c)
+        hidden_tile = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
+        before = held_rows(ring, hidden_tile, c)
         normed(ring, gate_gains, eps, c.FP8_WEIGHTS, c)
         used = gate_all(ring, inner, parity, first, used, c)
         arrive_published(counter, c)
@@ -141,7 +141,7 @@ def consume(
         gains = load_gains(following, c)
         wait_grid(counter, arrivals, gl.constexpr(False))
         share(ring, inner + parity * c.INNER, c.INNER, gl.constexpr(True), gl.constexpr(True), c)
-        used = add_rows(ring, before, hidden, parity, own, used, c.INNER, c)
+        used = add_rows(ring, before, hidden, parity, hidden_tile, used, c.INNER, c)
         arrive_published(counter, c)
         arrivals += programs
 

@@ -85,14 +85,14 @@ def consume_rows(
     output_row, _ = outputs_of_tile()
     output_row = gl.minimum(output_row, c.BATCH - 1)
     first = first_tile(0, gl.constexpr(0), c)
-    own = token_of(ids, sampled, output_row) * c.HIDDEN
-    before = load_residual(embedding, own, first, c)
+    row_start = token_of(ids, sampled, output_row) * c.HIDDEN
+    before = load_residual(embedding, row_start, first, c)
     share_rows(ring, embedding, offsets, c.HIDDEN, gl.constexpr(False), c)
     gains = row_gains(address(table, 0, INPUT_NORM, dtype), c)
     mlp_gains = row_gains(address(table, 0, MLP_NORM, dtype), c)
     q_gain, k_gain = head_gains(table, 0, cosine, dtype, c)
     offsets = row_offsets(c.HIDDEN, c)
-    own = output_row * c.HIDDEN
+    row_start = output_row * c.HIDDEN
     for layer in range(c.LAYERS):
         parity = (base + layer) & 1
         if c.BATCH > 1:
@@ -131,9 +131,9 @@ def consume_rows(
         wait_grid(counter, arrivals, c.EARLY)
         vector = between + parity * (c.BATCH * c.HIDDEN)
         last = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
-        before = load_residual(vector, own, last, c)
+        before = load_residual(vector, row_start, last, c)
         share_rows(ring, vector, offsets, c.HIDDEN, gl.constexpr(True), c)
-        before = receive_residual(before, vector, own, last, c)
+        before = receive_residual(before, vector, row_start, last, c)
         norm_rows(ring, mlp_gains, eps, c)
         used = gate_rows(ring, inner, parity, first_tile(layer, c.HIDDEN // ROWS, c), used, c)
         arrive_published(counter, c)
@@ -156,9 +156,9 @@ def consume_rows(
         wait_grid(counter, arrivals, gl.constexpr(False))
         vector = hidden + parity * (c.BATCH * c.HIDDEN)
         first = first_tile(layer + 1, gl.constexpr(0), c)
-        before = load_residual(vector, own, first, c)
+        before = load_residual(vector, row_start, first, c)
         share_rows(ring, vector, offsets, c.HIDDEN, gl.constexpr(True), c)
-        before = receive_residual(before, vector, own, first, c)
+        before = receive_residual(before, vector, row_start, first, c)
 
     norm_rows(ring, gains, eps, c)
     score_rows(ring, logits, best, totals, used, c)
@@ -189,12 +189,12 @@ def token_of(ids, sampled, row):
 
 @gluon.jit
 def load_residual(vectors, offsets, first, c):
-    """Load the places of the hidden states that this program adds to, as OWN tensors of [SUMS].
+    """Load the places of the hidden states that this program adds to, as HIDDEN_TILES tensors of [SUMS].
 
     `offsets` are where the vectors of the sums' rows begin; `first` is the first tile of the matrix.
     """
     found = ()
-    for i in gl.static_range(c.OWN):
+    for i in gl.static_range(c.HIDDEN_TILES):
         place = residual_places(vectors, offsets, first, i, c)
         found = found + (gl.load(place, cache_modifier=".cg"),)  # type: ignore[assignment]
     return found
@@ -204,7 +204,7 @@ def load_residual(vectors, offsets, first, c):
 def receive_residual(loaded, vectors, offsets, first, c):
     """Reload the numbers of `load_residual` that had not arrived. Loads issued in between do not wait for them."""
     found = ()
-    for i in gl.static_range(c.OWN):
+    for i in gl.static_range(c.HIDDEN_TILES):
         place = residual_places(vectors, offsets, first, i, c)
         found = found + (received(loaded[i], place, 2, c),)  # type: ignore[assignment]
     return found

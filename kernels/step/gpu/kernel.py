@@ -40,7 +40,7 @@ def whole_step(
     GROUP_SPLITS: gl.constexpr, HELD: gl.constexpr, HELD_P: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
     BLOCK_D: gl.constexpr, INPUTS: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
-    BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr, FP8_WEIGHTS: gl.constexpr,
+    BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, HIDDEN_TILES: gl.constexpr, FP8_WEIGHTS: gl.constexpr,
     POST_NORMS: gl.constexpr, GELU_TANH: gl.constexpr, LOCAL_ROPE: gl.constexpr,
     EMBEDDING_FACTOR: gl.constexpr, PART_SCALES: gl.constexpr, WEIGHT_OFFSET: gl.constexpr,
     WEIGHT_SHIFTS: gl.constexpr,
@@ -71,7 +71,7 @@ def whole_step(
     """
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB, BLOCK_SIZE,
-        STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, FP8_WEIGHTS=FP8_WEIGHTS,
+        STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, HIDDEN_TILES, FP8_WEIGHTS=FP8_WEIGHTS,
         POST_NORMS=POST_NORMS, GELU_TANH=GELU_TANH, LOCAL_ROPE=LOCAL_ROPE,
         EMBEDDING_FACTOR=EMBEDDING_FACTOR, PART_SCALES=PART_SCALES, WEIGHT_OFFSET=WEIGHT_OFFSET,
         WEIGHT_SHIFTS=WEIGHT_SHIFTS,
@@ -256,7 +256,7 @@ def step_constants(
         "BIAS": first.qkv_bias is not None,
         "WINDOWS": any(layer.window for layer in weights.layers),
         "FP8": scales[0] is not None,
-        "OWN": -(-shape.hidden_size // (ROWS * arch.num_sms)),
+        "HIDDEN_TILES": -(-shape.hidden_size // (ROWS * arch.num_sms)),
         "num_warps": 8,
         "launch_cooperative_grid": True,
     }

@@ -30,7 +30,7 @@ def step_of_rows(
     GROUP_SPLITS: gl.constexpr, HELD: gl.constexpr, HELD_P: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
     BLOCK_D: gl.constexpr, INPUTS: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
-    BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr, BATCH: gl.constexpr,
+    BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, HIDDEN_TILES: gl.constexpr, BATCH: gl.constexpr,
     LOCAL: gl.constexpr, FP8_WEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
@@ -53,8 +53,8 @@ def step_of_rows(
     """
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB, BLOCK_SIZE,
-        STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, BATCH, FP8_WEIGHTS, OF_ROWS=True,
-        LOCAL=LOCAL,
+        STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, HIDDEN_TILES, BATCH, FP8_WEIGHTS,
+        OF_ROWS=True, LOCAL=LOCAL,
     )  # fmt: skip
     ring = make_ring(embedding.dtype.element_ty, c)
     buffers = (hidden, between, qkv, inner, parts, logs, mixed, best, totals)

@@ -237,13 +237,13 @@ def send_keys(ring, cache, block_table, seen, position, cached, used, c):
     layout: gl.constexpr = gl.BlockedLayout(
         [1, WIDE], [32 // LANES, LANES], [PRODUCER_WARPS, 1], [1, 0]
     )
-    _, kv_head, _, piece = attended(c)
+    _, kv_head, _, split_group = attended(c)
     row = gl.arange(0, c.KEYS, layout=gl.SliceLayout(1, layout))
     column, in_head = head_element(gl.arange(0, c.DP, layout=gl.SliceLayout(0, layout)), c)
     scale_row = gl.arange(0, c.KEYS, layout=gl.BlockedLayout([1], [32], [PRODUCER_WARPS], [0]))
-    _, first, _ = key_range(seen, position, piece * c.LOCAL, c)
-    _, _, last = key_range(seen, position, (piece + 1) * c.LOCAL - 1, c)
-    if piece >= c.PIECES:
+    _, first, _ = key_range(seen, position, split_group * c.LOCAL, c)
+    _, _, last = key_range(seen, position, (split_group + 1) * c.LOCAL - 1, c)
+    if split_group >= c.SPLIT_GROUPS:
         last = first
     for i in range(first, last):
         block, offset = place_of(block_table, i * c.KEYS + row, cached, c)

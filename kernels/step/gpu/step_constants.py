@@ -63,7 +63,7 @@ class StepConstants:
         EARLY: whether a program arrives at a barrier before its results are visible (`kernels.step.gpu.grid_barrier`).
         SPLITS: parts in which the keys of a row are attended, at most; a power of two that does not depend on BATCH.
         LOCAL: splits of a row that a program attends, one after the other; one in a step of one row.
-        PIECES: programs that share the splits of a row.
+        SPLIT_GROUPS: groups of LOCAL splits of a row, each of one program.
         NORMS: whether queries and keys are normalized per head.
         BIAS: whether the QKV projection has a bias.
         WINDOWS: whether a layer has a sliding window.
@@ -75,7 +75,7 @@ class StepConstants:
             some; 0 of other weights.
         WEIGHT_OFFSET: subtracted from 4-bit numbers.
         WEIGHT_SHIFTS: whether 4-bit weights have shifts.
-        OWN: tiles of ROWS elements of the hidden state that a program computes, at most.
+        HIDDEN_TILES: tiles of ROWS elements of the hidden state that a program computes, at most.
         POST_NORMS: whether the outputs of attention and MLP are normalized before they are added to the residual stream
             (`kernels.step.gpu.vectors`).
         GELU_TANH: whether the MLP's activation is GELU, approximated by a hyperbolic tangent, instead of SiLU.
@@ -115,13 +115,13 @@ class StepConstants:
     EARLY: gl.constexpr
     SPLITS: gl.constexpr
     LOCAL: gl.constexpr
-    PIECES: gl.constexpr
+    SPLIT_GROUPS: gl.constexpr
     NORMS: gl.constexpr
     BIAS: gl.constexpr
     WINDOWS: gl.constexpr
     FP8: gl.constexpr
     FP8_WEIGHTS: gl.constexpr
-    OWN: gl.constexpr
+    HIDDEN_TILES: gl.constexpr
     POST_NORMS: gl.constexpr
     GELU_TANH: gl.constexpr
     LOCAL_ROPE: gl.constexpr
@@ -145,7 +145,7 @@ class StepConstants:
     @gluon.constexpr_function
     def __init__(
         self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB,
-        BLOCK_SIZE, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN, BATCH=1,
+        BLOCK_SIZE, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, HIDDEN_TILES, BATCH=1,
         FP8_WEIGHTS=False, POST_NORMS=False, GELU_TANH=False, LOCAL_ROPE=False,
         EMBEDDING_FACTOR=1.0, PART_SCALES=0, WEIGHT_OFFSET=0, WEIGHT_SHIFTS=False, OF_ROWS=False, LOCAL=1,
     ) -> None:  # fmt: skip
@@ -173,13 +173,13 @@ class StepConstants:
         self.EARLY = gl.constexpr(EARLY)
         self.SPLITS = gl.constexpr(SPLITS)
         self.LOCAL = gl.constexpr(LOCAL)
-        self.PIECES = gl.constexpr(SPLITS // LOCAL)
+        self.SPLIT_GROUPS = gl.constexpr(SPLITS // LOCAL)
         self.NORMS = gl.constexpr(NORMS)
         self.BIAS = gl.constexpr(BIAS)
         self.WINDOWS = gl.constexpr(WINDOWS)
         self.FP8 = gl.constexpr(FP8)
         self.FP8_WEIGHTS = gl.constexpr(FP8_WEIGHTS)
-        self.OWN = gl.constexpr(OWN)
+        self.HIDDEN_TILES = gl.constexpr(HIDDEN_TILES)
         self.POST_NORMS = gl.constexpr(POST_NORMS)
         self.GELU_TANH = gl.constexpr(GELU_TANH)
         self.LOCAL_ROPE = gl.constexpr(LOCAL_ROPE)
@@ -251,7 +251,7 @@ def cache_of(table, layer, dtype: gl.constexpr, c):
 
 @gluon.jit
 def window_of(table, layer):
-    """Return how many tokens a layer attends, its own included; 0 if all."""
+    """Return how many tokens a layer attends, itself included; 0 if all."""
     return gl.load(table + layer * _NUM_FIELDS + WINDOW).to(gl.int32)
 
 
@@ -345,19 +345,19 @@ def flying_of(inputs, flying, fp8):
 
 @gluon.jit
 def attended(c):
-    """Return what this program attends: row, key-value head, part of the head's queries, and piece.
+    """Return what this program attends: row, key-value head, part of the head's queries, and group of splits.
 
-    A piece is LOCAL splits: number `piece` * LOCAL and those after it.
+    A group is LOCAL splits: number `split_group` * LOCAL and those after it.
     """
     unit = gl.program_id(0) % c.UNITS
-    piece = gl.program_id(0) // c.UNITS
+    split_group = gl.program_id(0) // c.UNITS
     kv_head = unit % c.KV_HEADS
     part = unit // c.KV_HEADS
     row = 0
     if c.BATCH > 1:
         row = part // c.GROUP_SPLITS
         part = part % c.GROUP_SPLITS
-    return row, kv_head, part, piece
+    return row, kv_head, part, split_group
 
 
 @gluon.jit

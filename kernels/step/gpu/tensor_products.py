@@ -278,7 +278,7 @@ def of_fp8(ring, number, used, COUNT: gl.constexpr, FP8: gl.constexpr, c):
     """
     start = number % 2 * PARTS
     products = parts_of_stage(ring, no_products(), number, start, used, COUNT, FP8, c)
-    left, right = halves_of_warps(own_parts(products))
+    left, right = halves_of_warps(sums_by_part(products))
     scale, _ = group_scales(ring, used, number % 2, left, c)
     return (left + right) * scale.to(gl.float32, bitcast=True)
 
@@ -317,7 +317,7 @@ def of_packed(ring, number, used, COUNT: gl.constexpr, c):
             product = mma_v2(packed_operand(high, first), odd, product)
         products = products + (product,)  # type: ignore[assignment]
     of_x = mma_v2(ones, odd, mma_v2(ones, even, none))
-    left, right = halves_of_warps(own_parts(products))
+    left, right = halves_of_warps(sums_by_part(products))
     x_left, x_right = halves_of_warps(of_x)
     if COUNT < PARTS:
         # Behind the vector the memory may hold anything.
@@ -523,25 +523,25 @@ def sums_of_warps(ring, tiles, scales, used, COUNT: gl.constexpr, FP8: gl.conste
 @gluon.jit
 def store_sums(ring, t, products):
     """Store each warp's sums of tile `t`."""
-    first, second = halves_of_warps(own_parts(products))
+    first, second = halves_of_warps(sums_by_part(products))
     ring.sums.index(t).store(gl.reshape(first + second, [ROWS, WARP_SUMS]))
 
 
 @gluon.jit
-def own_parts(products):
+def sums_by_part(products):
     """Return [warp, 16, 8] with the sums of part p, of all parts' `products`, in columns 2 p and 2 p + 1."""
     layout: gl.constexpr = accumulators()
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    own = products[0]
+    sums = products[0]
     for p in gl.static_range(1, PARTS):
-        own = gl.where(column // 2 == p, products[p], own)
-    return own
+        sums = gl.where(column // 2 == p, products[p], sums)
+    return sums
 
 
 @gluon.jit
-def halves_of_warps(own):
+def halves_of_warps(sums):
     """Return the sums of the first and the second halves of each warp's columns, [ROWS, CONSUMER_WARPS, PARTS]."""
-    halves = gl.reshape(own, [CONSUMER_WARPS, 2, ROWS, PARTS, 2])
+    halves = gl.reshape(sums, [CONSUMER_WARPS, 2, ROWS, PARTS, 2])
     left, right = gl.split(gl.permute(halves, [2, 0, 3, 1, 4]))
     first, _ = gl.split(left)
     _, second = gl.split(right)

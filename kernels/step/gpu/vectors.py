@@ -57,12 +57,12 @@ def load_gains(vector, c):
 
 @gluon.jit
 def held_rows(ring, first, c):
-    """Load this program's rows of the hidden state in shared memory, as OWN tensors of [ROWS]."""
+    """Load this program's rows of the hidden state in shared memory, as HIDDEN_TILES tensors of [ROWS]."""
     rows = ring.x._reinterpret(
         ring.x.dtype, [c.INPUTS // ROWS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     found = ()
-    for i in gl.static_range(c.OWN):
+    for i in gl.static_range(c.HIDDEN_TILES):
         tile = gl.minimum(first + i * gl.num_programs(0), c.HIDDEN // ROWS - 1)
         found = found + (rows.index(tile).load(gl.SliceLayout(1, c.W)),)  # type: ignore[assignment]
     return found

@@ -139,8 +139,8 @@ class BoundStreams(NamedTuple):
 def _scaled(streams: Tensor, first: Tensor) -> Tensor:
     """Scale streams, [A - 1, ..., C], to the root mean square of the first one, [..., C]."""
     target = first.float().square().mean(-1, keepdim=True).sqrt()
-    own = streams.float().square().mean(-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()
-    return (streams.float() * (target / own)).to(streams.dtype)
+    length = streams.float().square().mean(-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()
+    return (streams.float() * (target / length)).to(streams.dtype)
 
 
 def add_laurel(stream: Tensor, result: Tensor) -> Tensor:

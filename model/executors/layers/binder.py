@@ -126,7 +126,7 @@ class Product(NamedTuple):
 
 
 def _of_dense(mlp: Dense) -> tuple[Product, ...]:
-    # What has parameters of its own, or needs all outputs, is computed after the product.
+    # What has parameters, or needs all outputs, is computed after the product.
     activation = None
     if mlp.activation != "xielu" and not mlp.sparsity:
         activation = Activation(mlp.activation, gated=mlp.gated)

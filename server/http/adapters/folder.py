@@ -37,7 +37,7 @@ _Signature = tuple[int, ...]
 
 
 class AdapterFolder:
-    """The adapters in a folder, read by threads of its own. Used only on the event loop.
+    """The adapters in a folder, read by threads for it. Used only on the event loop.
 
     A name without an adapter, and an adapter that cannot be used, are remembered for `recent.SECONDS`; the latter only
     as long as its files do not change.

@@ -55,15 +55,15 @@ def note_cached_tokens(engine):
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["after one that warms the cache", "at once"])
-@pytest.mark.parametrize(("shared", "own"), [(1600, 600), (1500, 700)])
+@pytest.mark.parametrize(("shared", "other"), [(1600, 600), (1500, 700)])
 @pytest.mark.parametrize("name", UNITS)
-def test_all_requests_with_a_common_beginning_begin_at_its_end(start, name, shared, own, warm):
+def test_all_requests_with_a_common_beginning_begin_at_its_end(start, name, shared, other, warm):
     engine, rng = start(name, max_num_seqs=16, state_snapshots=300), random.Random(0)
     found = note_cached_tokens(engine)
     [common] = texts(rng, shared)
     requests = [
-        greedy(i, common + own_text, 1)
-        for i, own_text in enumerate(texts(rng, *[own] * (NUM_REQUESTS + 1)))
+        greedy(i, common + text, 1)
+        for i, text in enumerate(texts(rng, *[other] * (NUM_REQUESTS + 1)))
     ]
     whole = shared // UNITS[name] * UNITS[name]
 
@@ -96,8 +96,8 @@ def exact(start):
 def requests_of(rng, max_new_tokens=12):
     """Return requests; all begin alike, and two again are alike for longer."""
     common, longer = texts(rng, 300, 150)
-    own = texts(rng, *range(20, 120, 13))
-    prompts = [common + (longer if i % 3 == 0 else []) + text for i, text in enumerate(own)]
+    others = texts(rng, *range(20, 120, 13))
+    prompts = [common + (longer if i % 3 == 0 else []) + text for i, text in enumerate(others)]
     return [greedy(i, it, max_new_tokens, logprobs=True) for i, it in enumerate(prompts)]
 
 

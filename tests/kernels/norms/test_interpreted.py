@@ -35,6 +35,13 @@ from tests.kernels.references.reference_fp8 import dequantize_rows
 pytestmark = triton_interpreter.interpreted
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CACHES = [
+    (dtype, quantized)
+    for quantized in (False, True)
+    for dtype in DTYPES
+    if not (quantized and dtype is torch.float32)
+]
+"""Dtypes of models with whether their caches are in FP8, which those of float32 models are not."""
 LAUNCH = LinearLaunch(4, 256, 1)
 INPUTS = 64
 
@@ -347,14 +354,11 @@ def test_over_fp8_caches_heads_are_mixed_and_keys_and_values_quantized(
     assert bool((scale.transpose(2, 3).flatten(1, 2)[:, untouched] == 7.0).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("quantized", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize(("dtype", "quantized"), CACHES)
 @pytest.mark.parametrize(
     "launch", [None, RotationLaunch(4, 4, 1)], ids=["few tokens", "several heads"]
 )
 def test_values_are_normalized_without_a_weight(dtype, quantized, launch, monkeypatch):
-    if quantized and dtype is torch.float32:
-        pytest.skip("caches of float32 models are not quantized")
     case = CacheCase(5, 6, 2, 64, dtype, norms=True)
     values = case.qkv.clone()[:, 8 * 64 :].view(5, 2, 64)
     if launch is not None:
@@ -382,15 +386,12 @@ def test_values_are_normalized_without_a_weight(dtype, quantized, launch, monkey
         assert_no_worse_than(stored, truth[written], plain[written])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "quantized"), CACHES)
 @pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
-@pytest.mark.parametrize("quantized", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, 16, 128), (5, 6, 64), (3, 7, 80)])
 def test_queries_alone_are_rotated_and_nothing_is_written(
     dtype, norms, quantized, tokens, heads, head_dim
 ):
-    if quantized and dtype is torch.float32:
-        pytest.skip("caches of float32 models are not quantized")
     case = CacheCase(tokens, heads, 2, head_dim, dtype, norms=norms)
     (q, _), (plain_q, _) = case.expected(torch.float32), case.expected()
     kv, scale = case.kv, None

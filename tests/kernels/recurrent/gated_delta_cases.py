@@ -56,7 +56,7 @@ def empty_states(shape, num_slots):
 
 
 def copied(shape, states):
-    """Return copies of states in slots of their own."""
+    """Return copies of states in separate slots."""
     found = empty_states(shape, len(states[0]))
     for it, state in zip(found, states, strict=True):
         it.copy_(state)

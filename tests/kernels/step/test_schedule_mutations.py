@@ -78,7 +78,7 @@ def mutated(mutation):
     assert source.count(mutation.old) == 1, f"{source.count(mutation.old)} of {mutation.old!r}"
     source = textwrap.dedent(source[source.index("def ") :])
     made = {}
-    exec(source.replace(mutation.old, mutation.new), function.__globals__, made)  # noqa: S102
+    exec(source.replace(mutation.old, mutation.new), function.__globals__, made)  # noqa: S102 - a kernel with one change
     return {function: made[function.__name__]}
 
 
@@ -96,7 +96,7 @@ MUTATIONS = (
              "wait_grid(counter + HEADS_DONE, given,", "wait_grid(counter + HEADS_DONE, given - 1,",
              "does not show which"),
     Mutation("a wait for more splits", "short", attend.attend,
-             "return used, programs * c.UNITS", "return used, c.PIECES * c.UNITS", "deadlock"),
+             "return used, programs * c.UNITS", "return used, c.SPLIT_GROUPS * c.UNITS", "deadlock"),
     Mutation("a wait for more shares of merged splits", "rows", consumer_rows.consume_rows,
              "(layer + 1) * tiles, gl", "(layer + 1) * programs, gl", "deadlock"),
     Mutation("splits of a layer with a window counted as of the others", "gemma", consumer.consume,
@@ -206,7 +206,7 @@ MUTATIONS = (
              "number < gl.num_programs(0)", "number <= gl.num_programs(0)", "is loaded in layer 3 but not stored"),
     # Attention.
     Mutation("keys of the next split", "rows", producer.send_keys,
-             "key_range(seen, position, piece * c.LOCAL, c)", "key_range(seen, position, piece * c.LOCAL + 1, c)",
+             "split_group * c.LOCAL, c)\n", "split_group * c.LOCAL + 1, c)\n",
              "row 0 attends keys"),
     Mutation("keys of another head", "row", producer.send_keys,
              "(line * c.KV_HEADS + kv_head) * c.D", "(line * c.KV_HEADS + kv_head // 2) * c.D",
@@ -219,7 +219,7 @@ MUTATIONS = (
     Mutation("a key of the step too few", "rows", attend.add_step_keys,
              "range(low, high + 1)", "range(low, high)", "attends keys"),
     Mutation("a key that every program writes", "row", attend.attend,
-             "if piece == 0 and part == 0:", "if part == 0:", "keys of layer 0 are stored at places"),
+             "if split_group == 0 and part == 0:", "if part == 0:", "keys of layer 0 are stored at places"),
     # One sequence that is not computed as one of several.
     Mutation("an input of one sequence that is not received", "gemma", vectors.share,
              "numbers = received(numbers, vector + i * WIDTH + element, 4, c)", "pass",

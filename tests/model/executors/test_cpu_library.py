@@ -184,7 +184,7 @@ def test_full_numbers_are_released_one_layer_after_the_other(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("smollm3", "no rotary embedding of its own for some layers"),
+        ("smollm3", "no other rotary embedding for some layers"),
         ("stablelm", "no layer norms"),
         ("gemma1", "no factor on embeddings"),
         ("ministral3", "no scale of queries by position beyond the original context"),

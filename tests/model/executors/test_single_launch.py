@@ -336,7 +336,7 @@ def test_what_only_the_launch_of_one_sequence_computes_is_named(change, message)
     ("change", "message"),
     [
         ({"norms_add_one": True}, "float32 weights of norms for several sequences"),
-        (LOCAL_ROPE, "rotary embedding of its own for some layers for several sequences"),
+        (LOCAL_ROPE, "other rotary embedding for some layers for several sequences"),
     ],
 )
 def test_what_only_the_model_of_one_sequence_may_have_is_named(monkeypatch, change, message):

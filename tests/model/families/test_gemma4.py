@@ -48,7 +48,7 @@ def test_the_last_layers_read_the_last_keys_and_values_of_their_type_before_them
 
 @pytest.mark.parametrize(
     ("name", "num_bytes"),
-    # Of 15, 24, 20 and 20 layers with keys and values of their own, and of 60.
+    # Of 15, 24, 20 and 20 layers that compute keys and values, and of 60.
     [
         ("gemma-4-E2B", 12 * 1024 + 3 * 2048),
         ("gemma-4-E4B", 20 * 2048 + 4 * 4096),

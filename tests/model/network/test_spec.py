@@ -140,9 +140,7 @@ def test_fields_that_differ_among_layers_are_refused_unless_they_may():
     reads = EVERY_PART | {Attention: {"window": support.ALL}}
     mixed = dataclasses.replace(whole, layers=(first, windowed))
 
-    assert support.unsupported(mixed, reads, ()) == (
-        "no sliding window of its own for some layers",
-    )
+    assert support.unsupported(mixed, reads, ()) == ("no other sliding window for some layers",)
     assert support.unsupported(mixed, reads, [(Attention, "window")]) == ()
 
 

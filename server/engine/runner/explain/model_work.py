@@ -169,7 +169,7 @@ class ModelWork:
             for index, layer in enumerate(network.layers)
             if isinstance(layer.mixer, Attention)
         )
-        # Of a prompt, layers without keys of their own compute one token.
+        # Of a prompt, layers that compute no keys compute one token.
         self._attention: list[tuple[dict[Phase, AttentionProblem], bool, int]] = [
             (
                 {it: attention_problem(mixer, it, dtype, block_size, kv_dtype) for it in Phase},

@@ -159,8 +159,8 @@ def start_engine(
     scheduler.drafts.has_exact_rows = lambda: runner.exact_rows > 1
     adapters = None
     if config.max_loras:
-        own = SlotLoader(model, config.max_lora_rank)
-        loader = own if ranks is None else LeadingLoader(own, ranks)
+        part = SlotLoader(model, config.max_lora_rank)
+        loader = part if ranks is None else LeadingLoader(part, ranks)
         adapters = AdapterPool(config.max_loras, config.num_host_adapters, loader)
     return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead, adapters=adapters)
 

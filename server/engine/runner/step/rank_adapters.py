@@ -105,12 +105,12 @@ class LeadingLoader:
     """Implements `server.engine.core.adapter_pool.AdapterLoader` for the first of several ranks.
 
     Args:
-        own: of the leader's part of the model.
+        slots: of the leader's part of the model.
         ranks: the others.
     """
 
-    def __init__(self, own: SlotLoader, ranks: AdapterRanks) -> None:
-        self._own, self._ranks = own, ranks
+    def __init__(self, slots: SlotLoader, ranks: AdapterRanks) -> None:
+        self._slots, self._ranks = slots, ranks
         self._numbers = itertools.count()
         self._reports: dict[int, list[AdapterReport]] = {}
         self._lock = threading.Lock()
@@ -119,16 +119,16 @@ class LeadingLoader:
         """See `AdapterLoader.read`; it has ended when all ranks have read the adapter, or one cannot."""
         number = next(self._numbers)
         self._ranks.tell(ReadAdapter(number, adapter))
-        return self._own.submit(lambda: self._read(number, adapter))
+        return self._slots.submit(lambda: self._read(number, adapter))
 
     def write(self, slot: int, content: SharedContent, /) -> None:
         """See `AdapterLoader.write`."""
         self._ranks.tell(WriteAdapter(content.number, slot))
-        self._own.write(slot, content.part)
+        self._slots.write(slot, content.part)
 
     def num_bytes(self, content: SharedContent, /) -> int:
         """See `AdapterLoader.num_bytes`; of a rank."""
-        return self._own.num_bytes(content.part)
+        return self._slots.num_bytes(content.part)
 
     def drop(self, content: SharedContent, /) -> None:
         """See `AdapterLoader.drop`."""
@@ -137,7 +137,7 @@ class LeadingLoader:
     def _read(self, number: int, adapter: AdapterRef) -> SharedContent:
         try:
             try:
-                part = self._own.read_now(adapter)
+                part = self._slots.read_now(adapter)
             finally:  # each rank reports in any case
                 reports = self._await_reports(number)
             for report in reports:
@@ -171,22 +171,22 @@ class FollowingLoader:
     """Repeats the leader's operations on the slots of this rank.
 
     Args:
-        own: of this rank's part of the model.
+        slots: of this rank's part of the model.
         report: sends a report to the leader; called by any thread.
     """
 
-    def __init__(self, own: SlotLoader, report: Callable[[AdapterReport], None]) -> None:
-        self._own, self._report = own, report
+    def __init__(self, slots: SlotLoader, report: Callable[[AdapterReport], None]) -> None:
+        self._slots, self._report = slots, report
         self._reads: dict[int, Future[Updates]] = {}
 
     def run(self, command: AdapterCommand) -> None:
         """Carry out a command of the leader."""
         number = command.number
         if isinstance(command, ReadAdapter):
-            self._reads[number] = future = self._own.read(command.adapter)
+            self._reads[number] = future = self._slots.read(command.adapter)
             future.add_done_callback(lambda it: self._report(_report_of(number, it)))
         elif isinstance(command, WriteAdapter):
-            self._own.write(command.slot, self._reads[number].result())
+            self._slots.write(command.slot, self._reads[number].result())
         else:
             del self._reads[number]
 

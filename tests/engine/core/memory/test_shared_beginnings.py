@@ -76,14 +76,14 @@ def scheduler(**changes):
 def test_of_prompts_that_wait_together_all_but_the_first_begin_where_they_part(keeps_inside):
     it = scheduler(keeps_inside=keeps_inside)
     sequences = [add(it, i, [*COMMON, i, i, i, i, i]) for i in range(6)]
-    stranger = add(it, 9, 60)
+    unrelated = add(it, 9, 60)
 
     first = rows_of(begin_and_commit(it))
 
     assert [row[0] for row in first] == [0]
     finish_everything(it)
     assert [s.num_cached_tokens for s in sequences] == [0, *[40] * 5]
-    assert stranger.num_cached_tokens == 0
+    assert unrelated.num_cached_tokens == 0
     assert it.idle_violations() == []
 
 

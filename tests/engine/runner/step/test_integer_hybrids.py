@@ -22,7 +22,9 @@ def test_a_reply_has_the_same_bits_after_a_prefix_hit_in_chunks_and_beside_other
     changes = case.changes | SIZES[name] | {"max_position_embeddings": 1024}
     dataclasses.replace(case, changes=changes).save(tmp_path)
     rng = random.Random(0)
-    shared, own, other = ([rng.randrange(3, VOCAB_SIZE) for _ in range(it)] for it in (200, 70, 99))
+    shared, rest, other = (
+        [rng.randrange(3, VOCAB_SIZE) for _ in range(it)] for it in (200, 70, 99)
+    )
 
     def start(**more):
         config = {"dtype": "auto", "max_model_len": 400, "block_size": 16}
@@ -32,7 +34,7 @@ def test_a_reply_has_the_same_bits_after_a_prefix_hit_in_chunks_and_beside_other
         for i, prompt in enumerate(before):
             engine.generate([greedy(i, prompt, 3)])
         others = [greedy(11 + i, prompt, 8) for i, prompt in enumerate(before)]
-        found = engine.generate([*others, greedy(10, shared + own, 8, logprobs=True)])[-1]
+        found = engine.generate([*others, greedy(10, shared + rest, 8, logprobs=True)])[-1]
         return [(event.token_id, event.logprob) for event in found]
 
     cold = start()

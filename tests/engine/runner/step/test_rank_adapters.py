@@ -21,7 +21,7 @@ from tests.waiting import GIVE_UP
 REF = AdapterRef("sql", "/adapters/sql", "digest")
 
 
-class Own:
+class Slots:
     """The loader of a rank, whose reads end at once, and fail with an error if there is one."""
 
     def __init__(self, error=None):
@@ -79,13 +79,13 @@ class Ranks:
 
 
 def test_all_ranks_write_what_they_have_read_until_the_leader_forgets_it():
-    others = Own(), Own()
+    others = Slots(), Slots()
     ranks = Ranks(*others)
-    with closing(Own()) as own:
-        loader = LeadingLoader(own, ranks)
+    with closing(Slots()) as slots:
+        loader = LeadingLoader(slots, ranks)
         contents = [loader.read(REF).result(GIVE_UP) for _ in range(2)]
         loader.write(1, contents[1])
-        assert [it.slots for it in (own, *others)] == [{1: "part of digest"}] * 3
+        assert [it.slots for it in (slots, *others)] == [{1: "part of digest"}] * 3
         assert loader.num_bytes(contents[0]) == len("part of digest")
 
         loader.drop(contents[1])
@@ -106,7 +106,7 @@ def test_all_ranks_write_what_they_have_read_until_the_leader_forgets_it():
     ids=str,
 )
 def test_an_adapter_that_one_rank_cannot_read_is_used_by_none(errors, expected):
-    first, *others = map(Own, errors)
+    first, *others = map(Slots, errors)
     ranks = Ranks(*others)
     with closing(first):
         loader = LeadingLoader(first, ranks)
@@ -115,6 +115,6 @@ def test_an_adapter_that_one_rank_cannot_read_is_used_by_none(errors, expected):
         assert all(not it._reads for it in ranks.followers)
         assert not loader._reports
 
-        for own in (first, *others):
-            own.error = None
+        for slots in (first, *others):
+            slots.error = None
         assert loader.read(REF).result(GIVE_UP).part == "part of digest"

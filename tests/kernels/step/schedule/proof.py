@@ -39,14 +39,14 @@ What the two relations assume of the GPU, and which line of the kernel it is abo
   loaded.
 - With EARLY, a load has seen the clear of its place in the layer before, so it finds nothing or the layer's number; in
   layer 0 it finds the half that the step before has left empty. Without EARLY, it has seen the store.
-- When a place is stored or cleared, all loads of earlier layers from its half are done, and so are the program's own
+- When a place is stored or cleared, all loads of earlier layers from its half are done, and so are the program's
   stores and clears there.
 - With EARLY, each layer clears the whole other half, each place by the program that stores it in the next layer.
 
 **From step to step.** A step begins with counters that are 0 and, with EARLY, with one half that is empty. It ends so:
 program 0 stores 0 to all counters that were used, when all uses are done, and the half that the last layer has cleared
 as that with which the next step begins, whatever the positions of either step are. A refused launch runs no program.
-Steps of another number of rows have buffers and counters of their own (`BoundStep`).
+Steps of another number of rows have other buffers and counters (`BoundStep`).
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Use:
         stage: its number.
         copies: of keys and values and of scales.
         weights: a matrix, the first row, and what is copied from there.
-        stored: views of a stage of keys to which the step's own are written.
+        stored: views of a stage of keys to which the step's keys are written.
         product: what is computed from it.
     """
 
