@@ -7,7 +7,7 @@ is divided into steps and whatever other sequences a step has.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -138,32 +138,48 @@ class _Kernel:
     Args:
         shape: `unsupported` must be empty for it.
         weights: copied as float32.
+        inner: elements of the result of a token.
+        state: shape of that of a sequence, beside the state of the convolution; None for none.
     """
 
-    def __init__(self, shape: RecurrentShape, weights: RecurrentWeights) -> None:
+    def __init__(
+        self,
+        shape: RecurrentShape,
+        weights: RecurrentWeights,
+        inner: int,
+        state: tuple[int, ...] | None = None,
+    ) -> None:
         self._conv = weights.conv.detach().float().t().contiguous()
         self._bias = _float32(weights.conv_bias)
-        self._channels, self._width = shape.channels, shape.width
-        self._states: tuple[tuple[int, ...], ...] = ((shape.width - 1, shape.channels),)
+        self._channels, self._width, self._inner = shape.channels, shape.width, inner
+        conv = shape.width - 1, shape.channels
+        self._states = (conv,) if state is None else (conv, state)
+        a_log = _float32(weights.a_log)
+        assert state is None or a_log is not None
+        self._a = None if a_log is None else a_log.exp()
+        self._dt_bias, self._d = _float32(weights.dt_bias), _float32(weights.d)
+        self._norm = _float32(weights.norm)
 
-    def _mixer(
-        self, projected: Tensor, state: Tensor, segments: Segments, inner: int
-    ) -> tuple[_Mixer, Tensor, tuple[Any, ...]]:
-        """Return the structure of a step, its result [T, inner], and what must live as long as the structure."""
+    def __call__(
+        self,
+        projected: Tensor,
+        gates: Tensor | None,
+        states: tuple[Tensor, ...],
+        segments: Segments,
+    ) -> Tensor:
+        """Compute the tokens of a step, [T, inner]; see `RecurrentKernel`."""
         assert projected.dtype is torch.float32
         assert projected.stride(-1) == 1
-        assert not len(state) or state[0].is_contiguous()
+        assert all(not len(it) or it[0].is_contiguous() for it in states)
         cu_seqlens, slots = segments.cu_seqlens.contiguous(), segments.slots.contiguous()
         kept = None if segments.kept_slots is None else segments.kept_slots.contiguous()
         of_step = _Segments(
             segments.rows, segments.num_prompts, *map(_address, (cu_seqlens, slots, kept))
         )
-        out = projected.new_empty(len(projected), inner)
+        out = projected.new_empty(len(projected), self._inner)
         convolution = _Convolution(
-            self._conv.data_ptr(),
-            _address(self._bias),
-            state.data_ptr(),
-            state.stride(0),
+            *map(_address, (self._conv, self._bias, states[0])),
+            states[0].stride(0),
             self._channels,
             self._width,
         )
@@ -174,16 +190,11 @@ class _Kernel:
             out.data_ptr(),
             convolution,
         )
-        return mixer, out, (cu_seqlens, slots, kept, of_step)
+        self._compute(mixer, gates, states)
+        return out
 
-    def __call__(
-        self,
-        projected: Tensor,
-        gates: Tensor | None,
-        states: tuple[Tensor, ...],
-        segments: Segments,
-    ) -> Tensor:
-        """Compute the tokens of a step, [T, inner]; see `RecurrentKernel`."""
+    def _compute(self, mixer: _Mixer, gates: Tensor | None, states: tuple[Tensor, ...]) -> None:
+        """Call the library's function."""
         raise NotImplementedError
 
     def dense(self, projected: Tensor, gates: Tensor | None = None) -> Tensor:
@@ -202,99 +213,47 @@ class ShortConv(_Kernel):
     """The gated short convolution."""
 
     def __init__(self, shape: ShortConvShape, weights: RecurrentWeights) -> None:
-        super().__init__(shape, weights)
+        super().__init__(shape, weights, shape.channels)
 
-    def __call__(
-        self,
-        projected: Tensor,
-        gates: Tensor | None,  # noqa: ARG002 - of the protocol
-        states: tuple[Tensor, ...],
-        segments: Segments,
-    ) -> Tensor:
-        """Compute the tokens of a step, [T, channels]; see `RecurrentKernel`."""
-        mixer, out, _held = self._mixer(projected, states[0], segments, self._channels)
+    def _compute(self, mixer: _Mixer, _gates: Tensor | None, _states: tuple[Tensor, ...]) -> None:
         workers.call("tessera_short_conv", mixer)
-        return out
 
 
 class GatedDelta(_Kernel):
     """The gated delta rule."""
 
     def __init__(self, shape: GatedDeltaShape, weights: RecurrentWeights) -> None:
-        super().__init__(shape, weights)
-        assert weights.a_log is not None
-        self._shape = shape
-        self._a = weights.a_log.detach().float().exp().contiguous()
-        self._dt_bias, self._norm = _float32(weights.dt_bias), _float32(weights.norm)
-        self._states += ((shape.num_heads, shape.key_dim, shape.value_dim),)
+        state = shape.num_heads, shape.key_dim, shape.value_dim
+        super().__init__(shape, weights, shape.inner, state)
+        self._sizes = shape.num_heads, shape.num_key_heads, *state[1:], shape.eps
 
-    def __call__(
-        self,
-        projected: Tensor,
-        gates: Tensor | None,
-        states: tuple[Tensor, ...],
-        segments: Segments,
-    ) -> Tensor:
-        """Compute the tokens of a step, [T, inner]; see `RecurrentKernel`."""
-        it, (conv, state) = self._shape, states
+    def _compute(self, mixer: _Mixer, gates: Tensor | None, states: tuple[Tensor, ...]) -> None:
+        _, state = states
         assert gates is not None
         assert gates.dtype is torch.float32
         assert gates.stride(-1) == 1
-        assert not len(state) or state[0].is_contiguous()
-        mixer, out, _held = self._mixer(projected, conv, segments, it.inner)
-        structure = _GatedDelta(
-            mixer,
-            it.num_heads,
-            it.num_key_heads,
-            it.key_dim,
-            it.value_dim,
-            it.eps,
-            gates.data_ptr(),
-            gates.stride(0),
-            *map(_address, (self._a, self._dt_bias, self._norm, state)),
-            state.stride(0),
-        )
+        of_gates = gates.data_ptr(), gates.stride(0)
+        pointers = map(_address, (self._a, self._dt_bias, self._norm, state))
+        structure = _GatedDelta(mixer, *self._sizes, *of_gates, *pointers, state.stride(0))
         workers.call("tessera_gated_delta", structure)
-        return out
 
 
 class Mamba2(_Kernel):
     """Mamba-2."""
 
     def __init__(self, shape: Mamba2Shape, weights: RecurrentWeights) -> None:
-        super().__init__(shape, weights)
-        assert weights.a_log is not None
-        self._shape = shape
-        self._a = weights.a_log.detach().float().exp().contiguous()
-        self._dt_bias, self._d = _float32(weights.dt_bias), _float32(weights.d)
-        self._norm = None if shape.eps is None else _float32(weights.norm)
-        self._states += ((shape.num_heads, shape.head_dim, shape.state_dim),)
+        state = shape.num_heads, shape.head_dim, shape.state_dim
+        super().__init__(shape, weights, shape.inner, state)
+        if shape.eps is None:
+            self._norm = None
+        norm = shape.eps or 0.0, shape.norm_before_gate
+        self._sizes = *state, shape.num_groups, *norm, *shape.dt_limits
 
-    def __call__(
-        self,
-        projected: Tensor,
-        gates: Tensor | None,  # noqa: ARG002 - of the protocol
-        states: tuple[Tensor, ...],
-        segments: Segments,
-    ) -> Tensor:
-        """Compute the tokens of a step, [T, inner]; see `RecurrentKernel`."""
-        it, (conv, state) = self._shape, states
-        assert not len(state) or state[0].is_contiguous()
-        mixer, out, _held = self._mixer(projected, conv, segments, it.inner)
-        structure = _Mamba2(
-            mixer,
-            it.num_heads,
-            it.head_dim,
-            it.state_dim,
-            it.num_groups,
-            it.eps or 0.0,
-            it.norm_before_gate,
-            *it.dt_limits,
-            *map(_address, (self._a, self._dt_bias, self._d, self._norm, state)),
-            state.stride(0),
-        )
+    def _compute(self, mixer: _Mixer, _gates: Tensor | None, states: tuple[Tensor, ...]) -> None:
+        _, state = states
+        pointers = map(_address, (self._a, self._dt_bias, self._d, self._norm, state))
+        structure = _Mamba2(mixer, *self._sizes, *pointers, state.stride(0))
         workers.call("tessera_mamba2", structure)
-        return out
 
 
 def _float32(tensor: Tensor | None) -> Tensor | None:

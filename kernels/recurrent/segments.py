@@ -78,8 +78,9 @@ class Segments:
     def starts(self) -> list[int]:
         """Position of the first token of each prompt; any number for one without tokens. Read as `bounds` is."""
         if self._starts is None:
-            firsts = [min(first, len(self.positions) - 1) for first, *_ in self.bounds]
-            self._starts = self.positions[firsts].tolist() if firsts else []
+            tokens = len(self.positions)
+            firsts = [min(first, tokens - 1) for first, *_ in self.bounds]
+            self._starts = self.positions[firsts].tolist() if tokens and firsts else firsts
         return self._starts
 
 

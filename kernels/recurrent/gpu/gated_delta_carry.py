@@ -12,7 +12,7 @@ from kernels.recurrent.gpu.gated_delta_blocks import (
     PRECISION,
     replace_last_inputs,
 )
-from kernels.recurrent.gpu.tiles import list_blocks
+from kernels.recurrent.gpu.tiles import find_prompt
 
 
 @triton.jit(do_not_specialize=["rows", "num_prompts"], do_not_specialize_on_alignment=INDICES)
@@ -39,15 +39,9 @@ def carry_states(
     part = tl.program_id(0)
     head = tl.program_id(1)
     prompt = tl.program_id(2)
-    it, starts, lengths, begins, counts = list_blocks(
-        cu_seqlens, positions, num_prompts, CHUNK, SEQS
+    first, length, begin, count, number = find_prompt(
+        cu_seqlens, positions, num_prompts, prompt, CHUNK, SEQS
     )
-    mine = it == prompt
-    first = tl.sum(tl.where(mine, starts, 0), 0)
-    length = tl.sum(tl.where(mine, lengths, 0), 0)
-    begin = tl.sum(tl.where(mine, begins, 0), 0)
-    count = tl.sum(tl.where(mine, counts, 0), 0)
-    number = tl.sum(tl.where(it < prompt, counts, 0), 0)
     read = tl.load(slots + 2 * (rows + prompt)).to(tl.int64)
     write = tl.load(slots + 2 * (rows + prompt) + 1).to(tl.int64)
     dtype: tl.constexpr = keys.dtype.element_ty

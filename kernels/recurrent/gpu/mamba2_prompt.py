@@ -20,7 +20,7 @@ from kernels.arch import detect
 from kernels.gpu.functions import silu
 from kernels.recurrent.gpu.convolution import causal_conv_of_prompts
 from kernels.recurrent.gpu.mamba2_step import NORM_BEFORE_GATE, group_block, norm_kind, normalize
-from kernels.recurrent.gpu.tiles import find_block, list_blocks, sequences, softplus
+from kernels.recurrent.gpu.tiles import find_block, find_prompt, sequences, softplus
 from kernels.recurrent.problem import CHUNK
 
 if TYPE_CHECKING:
@@ -139,15 +139,10 @@ def scan_blocks(
     C: tl.constexpr = INNER + 2 * G * N
     dtype: tl.constexpr = mixed.dtype.element_ty
     prompt = tl.program_id(1)
-    it, starts, lengths, begins, counts = list_blocks(
-        cu_seqlens, positions, num_prompts, CHUNK, SEQS
+    first, length, begin, blocks, number = find_prompt(
+        cu_seqlens, positions, num_prompts, prompt, CHUNK, SEQS
     )
-    mine = it == prompt
-    first = tl.sum(tl.where(mine, starts, 0), 0)
-    length = tl.sum(tl.where(mine, lengths, 0), 0)
-    begin = tl.sum(tl.where(mine, begins, 0), 0)
-    blocks = tl.sum(tl.where(mine, counts, 0), 0)
-    number = tl.sum(tl.where(it < prompt, counts, 0), 0).to(tl.int64)
+    number = number.to(tl.int64)
     if length > 0:
         head = tl.program_id(0) // PARTS
         group = head // (H // G)

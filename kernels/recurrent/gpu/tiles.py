@@ -49,6 +49,23 @@ def find_block(cu_seqlens, positions, num_prompts, number, CHUNK: tl.constexpr, 
 
 
 @triton.jit
+def find_prompt(
+    cu_seqlens, positions, num_prompts, prompt, CHUNK: tl.constexpr, SEQS: tl.constexpr
+):
+    """Return a prompt's first token, length, place in its first block and number of blocks, and those of others before.
+
+    The arguments are those of `find_block`, with the number of a prompt.
+    """
+    it, start, length, begin, count = list_blocks(cu_seqlens, positions, num_prompts, CHUNK, SEQS)
+    mine = it == prompt
+    first = tl.sum(tl.where(mine, start, 0), 0)
+    tokens = tl.sum(tl.where(mine, length, 0), 0)
+    place = tl.sum(tl.where(mine, begin, 0), 0)
+    blocks = tl.sum(tl.where(mine, count, 0), 0)
+    return first, tokens, place, blocks, tl.sum(tl.where(it < prompt, count, 0), 0)
+
+
+@triton.jit
 def list_blocks(cu_seqlens, positions, num_prompts, CHUNK: tl.constexpr, SEQS: tl.constexpr):
     """Return the numbers of prompts, their first tokens, lengths, places in the first block and numbers of blocks."""
     it = tl.arange(0, SEQS)

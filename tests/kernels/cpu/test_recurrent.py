@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -14,10 +13,22 @@ from kernels.cpu.library import load
 from kernels.recurrent.cpu_library import GatedDelta, Mamba2, ShortConv, unsupported
 from kernels.recurrent.problem import GatedDeltaShape, Mamba2Shape, RecurrentProblem, ShortConvShape
 from kernels.recurrent.registry import CPU_LIBRARY, PYTORCH, select
-from kernels.recurrent.segments import Segments
 from kernels.selection import load as load_target
-from tests.kernels.recurrent import gated_delta_cases, mamba2_cases
-from tests.kernels.recurrent.mamba2_cases import NEW, RAGGED, ROWS, UNUSED, Sequence
+from tests.kernels.recurrent.cases import (
+    NEW,
+    NUM_SLOTS,
+    RAGGED,
+    ROWS,
+    UNUSED,
+    Sequence,
+    Step,
+    assert_equal_slots,
+    check_alone,
+    check_decays,
+    check_divided,
+    check_kept,
+    check_nothing_written,
+)
 
 LIBRARY = load()
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
@@ -62,75 +73,39 @@ def several_threads():
     workers.set_num_threads(torch.get_num_threads())
 
 
-def make(shape, *arguments, **more):
-    """Return a step of a mixer."""
-    if isinstance(shape, GatedDeltaShape):
-        return gated_delta_cases.Step(shape, *arguments, num_slots=mamba2_cases.NUM_SLOTS, **more)
-    return mamba2_cases.Step(shape, *arguments, **more)
-
-
-def run(kernel, step, projected, gates, states):
-    """Compute a step over states that are views of slots, as those of the cache."""
-    return kernel(step.shape, step.weights)(projected, gates, states, step.segments)
-
-
-def in_slots(states):
-    """Return copies of states that lie beside each other in each slot."""
-    sizes = [state[0].numel() for state in states]
-    slots = torch.full((len(states[0]), sum(sizes) + 64), torch.nan)
-    copies = []
-    for size, state in zip(sizes, states, strict=True):
-        first = sum(it[0].numel() for it in copies)
-        copies.append(slots[:, first : first + size].view(state.shape))
-        copies[-1].copy_(state)
-    return tuple(copies)
-
-
-def gates_of(step):
-    return getattr(step, "gates", None)
-
-
 @EVERY
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 63, 64, 65, 200])
 def test_a_prompt_agrees_with_the_formula(kernel, shape, length):
-    make(shape, prompts=[Sequence(length, 0, NEW, 2)]).check(kernel)
+    Step(shape, prompts=[Sequence(length, 0, NEW, 2)]).check(kernel)
 
 
 @EVERY
 def test_the_sequences_of_a_step_are_independent(kernel, shape):
-    make(shape, ROWS, RAGGED).check(kernel)
+    Step(shape, ROWS, RAGGED).check(kernel)
 
 
 @EVERY
-def test_the_states_of_a_slot_may_lie_beside_each_other(kernel, shape):
-    step = make(shape, ROWS, RAGGED)
-    expected, after = step.run(kernel)
-    states, gates = in_slots(step.states), gates_of(step)
+def test_the_states_of_a_slot_may_lie_beside_those_of_other_layers(kernel, shape):
+    step = Step(shape, ROWS, RAGGED)
+    found, after = step.run(kernel)
+    states = tuple(it.clone() for it in step.states)
 
-    found = run(kernel, step, step.projected.clone(), gates, states)
+    expected = step.compute(kernel(shape, step.weights), states)
 
     assert torch.equal(found, expected)
-    for state, other in zip(states, after, strict=True):
-        torch.testing.assert_close(state, other, rtol=0, atol=0, equal_nan=True)
+    assert_equal_slots(after, states, range(NUM_SLOTS))
 
 
 @EVERY
-def test_a_step_of_nothing_gives_nothing(kernel, shape):
-    out, _ = make(shape).run(kernel)
-
-    assert len(out) == 0
+def test_unused_rows_and_steps_of_nothing_write_nothing(kernel, shape):
+    check_nothing_written(kernel, shape)
 
 
 @pytest.mark.parametrize("spread", [0.1, 30.0])
 @pytest.mark.parametrize("decay", [-12.0, 0.0, 3.0, 60.0])
 def test_weak_and_strong_decays_are_exact(decay, spread):
-    rows, prompts = [(0, 0), (1, 2)], [Sequence(150, 10, 3, 4)]
-    for kernel, shape in (
-        (GatedDelta, DELTA["two heads of a key"]),
-        (Mamba2, MAMBA2["two groups"]),
-    ):
-        scale = spread if kernel is GatedDelta else min(spread, 10)
-        make(shape, rows, prompts, decay=decay, spread=scale).check(kernel)
+    check_decays(GatedDelta, DELTA["two heads of a key"], decay, gate_spread=spread)
+    check_decays(Mamba2, MAMBA2["two groups"], decay, spread=min(spread, 10))
 
 
 @EVERY
@@ -138,80 +113,25 @@ def test_weak_and_strong_decays_are_exact(decay, spread):
     "ends", [(1, 2, 3, 90), (89, 90), (64, 65, 90), (7, 30, 31, 90), tuple(range(1, 91))], ids=str
 )  # fmt: skip
 def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(kernel, shape, ends):
-    whole = make(shape, prompts=[Sequence(90, 0, NEW, 0)])
-    out, after = whole.run(kernel)
-    now, parts = in_slots(whole.states), []
-
-    for first, end in itertools.pairwise((0, *ends)):
-        # From slot to slot, or in place, as a decode row or a prompt; beside others.
-        read, write = (first % 3 + 1 if first else NEW), end % 3 + 1
-        mine = [(read, write)], [Sequence(5)]
-        if end - first > 1 or end % 2:
-            mine = [UNUSED], [Sequence(5), Sequence(end - first, first, read, write)]
-        step = make(shape, *mine)
-        step.weights = whole.weights
-        place = slice(0, 1) if len(mine[1]) == 1 else slice(6, None)
-        step.projected[place] = whole.projected[first:end]
-        gates = gates_of(step)
-        if gates is not None:
-            gates[place] = whole.gates[first:end]
-        parts.append(run(kernel, step, step.projected, gates, now)[place])
-
-    assert torch.equal(torch.cat(parts), out)
-    for state, other in zip(now, after, strict=True):
-        assert torch.equal(state[90 % 3 + 1], other[0])
+    check_divided(kernel, shape, ends, rows=True)
 
 
 @EVERY
 def test_the_bits_of_a_sequence_do_not_depend_on_the_others_nor_on_threads(kernel, shape):
-    many = make(shape, [(i, i) for i in range(7)], [Sequence(9, 0, NEW, 7), Sequence(33, 3, 8, 9)])
-    out, states = many.run(kernel)
-
-    workers.set_num_threads(1)
-    for i in range(7):
-        now, alone = in_slots(many.states), make(shape, [(i, i)])
-        alone.weights, gates = many.weights, gates_of(many)
-        gates = None if gates is None else gates[i : i + 1]
-        found = run(kernel, alone, many.projected[i : i + 1].clone(), gates, now)
-
-        assert torch.equal(found[0], out[i])
-        for state, other in zip(now, states, strict=True):
-            assert torch.equal(state[i], other[i])
+    check_alone(kernel, shape, 7, between=lambda: workers.set_num_threads(1))
 
 
 @EVERY
 def test_states_within_a_prompt_are_kept_in_slots_of_their_own(kernel, shape):
-    step = make(
-        shape, [(0, 0), UNUSED], [Sequence(20), Sequence(90, 5, 1, 2), Sequence(9, 0, NEW, 3)]
-    )
-    expected, after = step.run(kernel)
-    plain, states, gates = step.segments, in_slots(step.states), gates_of(step)
-    kept = torch.full((119,), -1, dtype=torch.int32)
-    places = {0: 5, 20: 6, 22: 7, 108: 8, 110: 9}
-    for token, slot in places.items():
-        kept[token] = slot
-    step_segments = Segments(plain.rows, plain.cu_seqlens, plain.positions, plain.slots, kept)
+    prompts = [Sequence(20), Sequence(90, 5, 1, 2), Sequence(9, 0, NEW, 3)]
+    step = Step(shape, [(0, 0), UNUSED], prompts)
 
-    found = kernel(shape, step.weights)(step.projected.clone(), gates, states, step_segments)
-
-    assert torch.equal(found, expected)
-    for state, other in zip(states, after, strict=True):
-        assert torch.equal(state[[0, 2, 3]], other[[0, 2, 3]])
-    for token, slot in places.items():
-        first = max(it for it in (0, 20, 110) if it <= token)
-        read = {0: NEW, 20: 1, 110: NEW}[first]
-        part = make(shape, prompts=[Sequence(token + 1 - first, 0, read, 4)])
-        part.weights, now = step.weights, in_slots(step.states)
-        tokens = slice(2 + first, 3 + token)
-        its = None if gates is None else gates[tokens]
-        run(kernel, part, step.projected[tokens].clone(), its, now)
-        for state, other in zip(states, now, strict=True):
-            assert torch.equal(state[slot], other[4])
+    check_kept(kernel, step, {0: 5, 20: 6, 22: 7, 108: 8, 110: 9})
 
 
 @EVERY
 def test_a_sequence_without_tokens_writes_no_state(kernel, shape):
-    step = make(
+    step = Step(
         shape, prompts=[Sequence(0, 0, NEW, 1), Sequence(4, 0, NEW, 2), Sequence(0, 9, 3, 0)]
     )
 
@@ -222,10 +142,9 @@ def test_a_sequence_without_tokens_writes_no_state(kernel, shape):
 
 @EVERY
 def test_whole_sequences_begin_with_zeros(kernel, shape):
-    step = make(shape, prompts=[Sequence(12, 0, NEW, 0), Sequence(12, 0, NEW, 1)])
+    step = Step(shape, prompts=[Sequence(12, 0, NEW, 0), Sequence(12, 0, NEW, 1)])
     expected, _ = step.run(kernel)
-    gates = gates_of(step)
-    inputs = (it if it is None else it.view(2, 12, -1) for it in (step.projected, gates))
+    inputs = (it if it is None else it.view(2, 12, -1) for it in step.inputs())
 
     found = kernel(shape, step.weights).dense(*inputs)
 
@@ -234,7 +153,7 @@ def test_whole_sequences_begin_with_zeros(kernel, shape):
 
 @EVERY
 def test_numbers_that_are_not_finite_stay_in_their_sequence(kernel, shape):
-    step = make(shape, [(0, 0), (1, 1)], [Sequence(9, 0, NEW, 7), Sequence(9, 0, NEW, 8)])
+    step = Step(shape, [(0, 0), (1, 1)], [Sequence(9, 0, NEW, 7), Sequence(9, 0, NEW, 8)])
     sound, _ = step.run(kernel)
     step.projected[1] = torch.nan
     step.projected[5] = torch.inf

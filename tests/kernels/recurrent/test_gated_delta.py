@@ -9,17 +9,20 @@ from kernels.arch import CATALOGUE
 from kernels.recurrent.problem import CHUNK, RecurrentProblem
 from kernels.recurrent.pytorch.gated_delta import GatedDelta
 from kernels.recurrent.registry import select
-from tests.kernels.recurrent.gated_delta_cases import (
+from tests.kernels.recurrent.cases import (
+    NEW,
+    RAGGED,
+    ROWS,
     Sequence,
     Step,
     check_alone,
+    check_decays,
     check_divided,
-    check_kept,
-    make_shape,
-    make_weights,
+    check_kept_blocks,
+    check_nothing_written,
+    check_trained,
+    delta_shape,
 )
-from tests.kernels.references.gated_delta import gated_delta
-from tests.kernels.references.problems import assert_no_worse_than
 
 LENGTHS = (1, 2, 3, 63, 64, 65, 127, 128, 200)
 
@@ -32,45 +35,27 @@ def seed():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_prompt_agrees_with_the_formula(length, dtype):
-    Step(make_shape(), prompts=[Sequence(length, 0, -1, 2)], dtype=dtype).check(GatedDelta)
+    Step(delta_shape(), prompts=[Sequence(length, 0, NEW, 2)], dtype=dtype).check(GatedDelta)
 
 
 @pytest.mark.parametrize("start", [1, 37, 63, 64, 65, 1000])
 def test_a_part_of_a_prompt_continues_from_its_state(start):
     for length in (1, 27, 64, 130):
-        Step(make_shape(), prompts=[Sequence(length, start, 5, 5)]).check(GatedDelta)
+        Step(delta_shape(), prompts=[Sequence(length, start, 5, 5)]).check(GatedDelta)
 
 
 def test_sequences_of_a_step_are_independent():
-    prompts = [
-        Sequence(70, 0, -1, 0),
-        Sequence(0, 64, 1, 6),
-        Sequence(5, 128, 2, 3),
-        Sequence(1, 0, -1, -1),
-        Sequence(129, 63, 4, 4),
-        Sequence(0, 0, -1, -1),
-    ]
-    rows = [(5, 5), (-1, -1), (7, 8), (-1, 9), (10, -1), (-1, -1)]
-
-    Step(make_shape(), rows, prompts, num_slots=12).check(GatedDelta)
+    Step(delta_shape(), ROWS, RAGGED).check(GatedDelta)
 
 
-def test_a_step_of_nothing_gives_nothing():
-    out, _ = Step(make_shape()).run(GatedDelta)
-
-    assert out.shape == (0, make_shape().inner)
-
-
-def test_unused_rows_write_nothing():
-    Step(make_shape(), [(-1, -1)] * 3).check(GatedDelta)
+def test_unused_rows_and_steps_of_nothing_write_nothing():
+    check_nothing_written(GatedDelta, delta_shape())
 
 
 @pytest.mark.parametrize("spread", [0.1, 30.0])
 @pytest.mark.parametrize("decay", [-12.0, 0.0, 3.0, 100.0])
 def test_weak_and_strong_decays_beside_each_other_are_exact(decay, spread):
-    rows, prompts = [(0, 0), (1, 2)], [Sequence(150, 10, 3, 4)]
-
-    Step(make_shape(), rows, prompts, decay=decay, spread=spread).check(GatedDelta)
+    check_decays(GatedDelta, delta_shape(), decay, gate_spread=spread)
 
 
 @pytest.mark.parametrize(
@@ -87,68 +72,30 @@ def test_weak_and_strong_decays_beside_each_other_are_exact(decay, spread):
 )
 @pytest.mark.parametrize("width", [2, 4])
 def test_sizes(sizes, width):
-    shape = make_shape(*sizes, width=width)
+    shape = delta_shape(*sizes, width=width)
 
-    Step(shape, [(0, 1), (2, 2)], [Sequence(66, 3, 4, 4), Sequence(1, 0, -1, 5)]).check(GatedDelta)
+    Step(shape, [(0, 1), (2, 2)], [Sequence(66, 3, 4, 4), Sequence(1, 0, NEW, 5)]).check(GatedDelta)
 
 
 @pytest.mark.parametrize(
     "ends", [(64, 128, 192, 250), (128, 250), (192, 250), (64, 192, 250)], ids=str
 )
 def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(ends):
-    check_divided(GatedDelta, make_shape(3, 3, 40, 56), ends)
+    check_divided(GatedDelta, delta_shape(3, 3, 40, 56), ends)
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 140), (62, 70), (63, 66)])
 def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(start, length):
-    check_kept(GatedDelta, make_shape(2, 1, 24, 40), start, length)
+    check_kept_blocks(GatedDelta, delta_shape(2, 1, 24, 40), start, length)
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 16, 16), (3, 1, 24, 40), (1, 1, 7, 5)], ids=str)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(sizes):
-    check_alone(GatedDelta, make_shape(*sizes), 7)
+    check_alone(GatedDelta, delta_shape(*sizes), 7)
 
 
 def test_whole_sequences_agree_with_the_formula_and_can_be_trained():
-    shape = make_shape()
-    weights = make_weights(shape)
-    leaves = [it for it in weights if it is not None]
-    projected = torch.randn(2, CHUNK + 6, shape.channels + shape.inner)
-    gates = torch.randn(2, CHUNK + 6, 2 * shape.num_heads)
-    target = torch.randn(2, CHUNK + 6, shape.inner)
-
-    def gradients(dtype, compute):
-        given = iter([it.to(dtype).requires_grad_() for it in leaves])
-        named = {
-            name: next(given) if value is not None else None
-            for name, value in weights._asdict().items()
-        }
-        inputs = [it.to(dtype).requires_grad_() for it in (projected, gates)]
-        used = type(weights)(**named)
-        out = compute(used, *inputs)
-        wanted = [*inputs, *(it for it in used if it is not None)]
-        return out.detach(), torch.autograd.grad((out * target).sum(), wanted)
-
-    def formula(dtype):
-        def compute(used, projected, gates):
-            state = torch.zeros(shape.num_heads, shape.key_dim, shape.value_dim)
-            conv = torch.zeros(shape.width - 1, shape.channels)
-            pairs = zip(projected, gates, strict=True)
-            return torch.stack(
-                [gated_delta(shape, used, *pair, conv, state, dtype).out for pair in pairs]
-            )
-
-        return gradients(dtype, compute)
-
-    out, found = gradients(
-        torch.float32, lambda used, *inputs: GatedDelta(shape, used).dense(*inputs)
-    )
-    truth, exact = formula(torch.float64)
-    same, rounded = formula(torch.float32)
-
-    assert_no_worse_than(out, truth, same)
-    for pair in zip(found, exact, rounded, strict=True):
-        assert_no_worse_than(*pair, atol=1e-4)
+    check_trained(GatedDelta, delta_shape(), CHUNK + 6)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -167,6 +114,6 @@ def test_whole_sequences_agree_with_the_formula_and_can_be_trained():
 def test_one_kernel_serves_steps_with_equal_bits_and_others(
     arch, dtype, size, trainable, name, invariant
 ):
-    problem = RecurrentProblem(make_shape(16, 16, 128, size), dtype, trainable, invariant)
+    problem = RecurrentProblem(delta_shape(16, 16, 128, size), dtype, trainable, invariant)
 
     assert select(problem, CATALOGUE[arch]).spec.name == name

@@ -11,13 +11,18 @@ import torch
 from kernels.recurrent.gpu.gated_delta import GatedDelta
 from kernels.recurrent.pytorch import gated_delta as pytorch
 from tests.kernels import triton_interpreter
-from tests.kernels.recurrent.gated_delta_cases import (
+from tests.kernels.recurrent.cases import (
+    NEW,
+    RAGGED,
+    ROWS,
     Sequence,
     Step,
     check_alone,
+    check_decays,
     check_divided,
-    check_kept,
-    make_shape,
+    check_kept_blocks,
+    check_nothing_written,
+    delta_shape,
     make_weights,
 )
 from tests.kernels.references.gated_delta import gated_delta_blocks
@@ -33,7 +38,7 @@ SIZES = (
     ((6, 3, 24, 8), 4),
     ((3, 1, 7, 5), 2),
 )
-"""Heads and sizes as of `make_shape`, and widths of the convolution."""
+"""Heads and sizes as of `delta_shape`, and widths of the convolution."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,49 +51,35 @@ def _poison():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 2, 3, 63, 64, 65, 128, 140])
 def test_a_prompt_agrees_with_the_formula(length, dtype):
-    shape = make_shape(2, 2)
+    shape = delta_shape(2, 2)
 
-    Step(shape, prompts=[Sequence(length, 0, -1, 2)], dtype=dtype).check(GatedDelta, plain=dtype)
+    Step(shape, prompts=[Sequence(length, 0, NEW, 2)], dtype=dtype).check(GatedDelta, plain=dtype)
 
 
 @pytest.mark.parametrize("start", [1, 37, 62, 63, 64, 65, 1000])
 def test_a_part_of_a_prompt_continues_from_its_state(start):
     prompts = [Sequence(length, start, i, i) for i, length in enumerate((1, 2, 27, 70))]
 
-    Step(make_shape(2, 1), prompts=prompts).check(GatedDelta)
+    Step(delta_shape(2, 1), prompts=prompts).check(GatedDelta)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sequences_of_a_step_are_independent(dtype):
-    prompts = [
-        Sequence(70, 0, -1, 0),
-        Sequence(0, 64, 1, 6),
-        Sequence(5, 128, 2, 3),
-        Sequence(1, 0, -1, -1),
-        Sequence(66, 63, 4, 4),
-        Sequence(0, 0, -1, -1),
-    ]
-    rows = [(5, 5), (-1, -1), (7, 8), (-1, 9), (10, -1), (-1, -1)]
-
-    Step(make_shape(4, 2), rows, prompts, dtype, num_slots=12).check(GatedDelta, plain=dtype)
+    Step(delta_shape(4, 2), ROWS, RAGGED, dtype).check(GatedDelta, plain=dtype)
 
 
-def test_a_step_of_nothing_gives_nothing():
-    out, _ = Step(make_shape()).run(GatedDelta)
-
-    assert out.shape == (0, make_shape().inner)
+def test_unused_rows_and_steps_of_nothing_write_nothing():
+    check_nothing_written(GatedDelta, delta_shape())
 
 
 @pytest.mark.parametrize("spread", [0.1, 30.0])
 @pytest.mark.parametrize("decay", [-12.0, 0.0, 3.0, 100.0])
 def test_weak_and_strong_decays_beside_each_other_are_exact(decay, spread):
-    rows, prompts = [(0, 0), (1, 2)], [Sequence(80, 10, 3, 4)]
-
-    Step(make_shape(2, 2), rows, prompts, decay=decay, spread=spread).check(GatedDelta)
+    check_decays(GatedDelta, delta_shape(2, 2), decay, gate_spread=spread)
 
 
 def test_equal_keys_that_replace_each_others_values_are_exact():
-    step = Step(make_shape(1, 1), prompts=[Sequence(70, 0, -1, 0)], decay=-12.0)
+    step = Step(delta_shape(1, 1), prompts=[Sequence(70, 0, NEW, 0)], decay=-12.0)
     step.projected[:, : 2 * step.shape.key_dim] = torch.rand(2 * step.shape.key_dim)
     step.gates[:, 0] = 20.0
 
@@ -97,14 +88,14 @@ def test_equal_keys_that_replace_each_others_values_are_exact():
 
 @pytest.mark.parametrize(("sizes", "width"), SIZES, ids=str)
 def test_sizes(sizes, width):
-    shape = make_shape(*sizes, width=width)
+    shape = delta_shape(*sizes, width=width)
 
-    Step(shape, [(0, 1), (2, 2)], [Sequence(66, 3, 4, 4), Sequence(1, 0, -1, 5)]).check(GatedDelta)
+    Step(shape, [(0, 1), (2, 2)], [Sequence(66, 3, 4, 4), Sequence(1, 0, NEW, 5)]).check(GatedDelta)
 
 
 @pytest.mark.slow
 def test_the_largest_heads():
-    shape = make_shape(2, 1, 256, 256)
+    shape = delta_shape(2, 1, 256, 256)
 
     Step(shape, [(0, 1), (2, 2)], [Sequence(66, 3, 4, 4)]).check(GatedDelta)
 
@@ -112,13 +103,13 @@ def test_the_largest_heads():
 @pytest.mark.parametrize("decay", [-6.0, 0.0])
 def test_half_precision_is_as_exact_as_that_of_the_field(decay):
     """The mean error, since the largest ones are those of the few vectors that the norm enlarges."""
-    shape, half = make_shape(1, 1, 128, 64), torch.float16
-    step = Step(shape, prompts=[Sequence(200, 0, -1, 0)], dtype=half, decay=decay)
+    shape, half = delta_shape(1, 1, 128, 64), torch.float16
+    step = Step(shape, prompts=[Sequence(200, 0, NEW, 0)], dtype=half, decay=decay)
 
     out, (_, state) = step.run(GatedDelta)
 
     (truth,), (same,) = step.references(torch.float64), step.references(half, gated_delta_blocks)
-    for pair in ((out, same.out.to(half), truth.out), (state[0], same.state, truth.state)):
+    for pair in ((out, same.out.to(half), truth.out), (state[0], same.states[1], truth.states[1])):
         error, plain = ((it.double() - pair[2]).square().mean().sqrt() for it in pair[:2])
         assert error <= 1.2 * plain
 
@@ -126,21 +117,21 @@ def test_half_precision_is_as_exact_as_that_of_the_field(decay):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ends", [(64, 128, 150), (128, 150)], ids=str)
 def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(ends, dtype):
-    check_divided(GatedDelta, make_shape(2, 1, 40, 56), ends, dtype)
+    check_divided(GatedDelta, delta_shape(2, 1, 40, 56), ends, dtype)
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 140), (62, 70), (63, 66)])
 def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(start, length):
-    check_kept(GatedDelta, make_shape(2, 1, 24, 40), start, length)
+    check_kept_blocks(GatedDelta, delta_shape(2, 1, 24, 40), start, length)
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 16, 16), (3, 1, 24, 40), (1, 1, 7, 5)], ids=str)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(sizes):
-    check_alone(GatedDelta, make_shape(*sizes), 3)
+    check_alone(GatedDelta, delta_shape(*sizes), 3)
 
 
 def test_arrivals_are_counted_anew_in_each_launch():
-    step = Step(make_shape(4, 1), [(0, 0), (1, 1)])
+    step = Step(delta_shape(4, 1), [(0, 0), (1, 1)])
     kernel = GatedDelta(step.shape, step.weights)
     for _ in range(2):
         kernel(step.projected, step.gates, step.states, step.segments)
@@ -149,7 +140,7 @@ def test_arrivals_are_counted_anew_in_each_launch():
 
 
 def test_whole_sequences_are_computed_as_in_training():
-    shape = make_shape(2, 1)
+    shape = delta_shape(2, 1)
     weights = make_weights(shape)
     inputs = torch.randn(2, 70, shape.channels + shape.inner), torch.randn(2, 70, 4)
 

@@ -16,17 +16,19 @@ from kernels.recurrent.gpu.short_conv import ShortConv
 from kernels.recurrent.problem import ShortConvShape
 from kernels.recurrent.pytorch import mamba2 as pytorch
 from tests.kernels import triton_interpreter
-from tests.kernels.recurrent.mamba2_cases import (
+from tests.kernels.recurrent.cases import (
     MAMBA2,
     NEW,
     RAGGED,
     ROWS,
     SHORT_CONV,
-    UNUSED,
     Sequence,
     Step,
-    check_kept,
-    divided,
+    check_alone,
+    check_decays,
+    check_divided,
+    check_kept_blocks,
+    check_nothing_written,
     in_slots,
     variants,
 )
@@ -85,11 +87,7 @@ def test_variants(shape):
 @pytest.mark.parametrize("spread", [0.1, 10.0])
 @pytest.mark.parametrize("decay", [-12.0, 3.0, 80.0])
 def test_weak_and_strong_decays_beside_each_other_are_exact(decay, spread):
-    rows, prompts = [(0, 0), (1, 2)], [Sequence(150, 10, 3, 4)]
-    step = Step(MAMBA2, rows, prompts, spread=spread, decay=decay)
-    step.weights.a_log[0] = -3.0
-
-    step.check(Mamba2)
+    check_decays(Mamba2, MAMBA2, decay, spread=spread)
 
 
 def test_groups_larger_than_a_program_are_normalized(monkeypatch):
@@ -100,18 +98,7 @@ def test_groups_larger_than_a_program_are_normalized(monkeypatch):
 
 @pytest.mark.parametrize("kernel", [Mamba2, ShortConv])
 def test_unused_rows_and_steps_of_nothing_write_nothing(kernel):
-    shape = MAMBA2 if kernel is Mamba2 else SHORT_CONV
-    for step in (
-        Step(shape, [UNUSED] * 3),
-        Step(shape, prompts=[Sequence(0, 0, 1, 1)]),
-        Step(shape),
-    ):
-        for state in step.states:
-            state[:] = torch.nan
-
-        _, states = step.run(kernel)
-
-        assert all(bool(state.isnan().all()) for state in states)
+    check_nothing_written(kernel, MAMBA2 if kernel is Mamba2 else SHORT_CONV)
 
 
 @pytest.mark.parametrize(
@@ -120,45 +107,22 @@ def test_unused_rows_and_steps_of_nothing_write_nothing(kernel):
     ids=str,
 )
 def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(ends, dtype):
-    whole = Step(MAMBA2, prompts=[Sequence(250, 0, NEW, 0)], dtype=dtype)
-    out, states = whole.run(Mamba2)
-
-    found, now = divided(whole, Mamba2, ends)
-
-    assert torch.equal(found, out)
-    for state, other in zip(now, states, strict=True):
-        assert torch.equal(state, other[0])
+    check_divided(Mamba2, MAMBA2, ends, dtype)
 
 
-def test_the_bits_of_a_short_convolution_do_not_depend_on_where_a_prompt_is_divided():
-    whole = Step(ShortConvShape(40, 4), prompts=[Sequence(40, 0, NEW, 0)])
-    out, (state,) = whole.run(ShortConv)
-
-    for ends in ((1, 2, 40), (17, 18, 20, 39, 40)):
-        found, (now,) = divided(whole, ShortConv, ends)
-
-        assert torch.equal(found, out)
-        assert torch.equal(now, state[0])
+@pytest.mark.parametrize("ends", [(1, 2, 40), (17, 18, 20, 39, 40)], ids=str)
+def test_the_bits_of_a_short_convolution_do_not_depend_on_where_a_prompt_is_divided(ends):
+    check_divided(ShortConv, ShortConvShape(40, 4), ends)
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 140), (62, 70), (63, 66), (63, 2)])
 @pytest.mark.parametrize("kernel", [Mamba2, ShortConv])
 def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(kernel, start, length):
-    check_kept(kernel, MAMBA2 if kernel is Mamba2 else ShortConvShape(48, 4), start, length)
+    check_kept_blocks(kernel, MAMBA2 if kernel is Mamba2 else ShortConvShape(48, 4), start, length)
 
 
 def test_the_bits_of_a_row_do_not_depend_on_the_others():
-    many = Step(MAMBA2, [(i, i) for i in range(7)], [Sequence(9, 0, NEW, 7)])
-    out, states = many.run(Mamba2)
-    kernel = Mamba2(MAMBA2, many.weights)
-
-    for i in range(7):
-        now = in_slots(many.states)
-        found = kernel(many.projected[i : i + 1], None, now, Step(MAMBA2, [(i, i)]).segments)
-
-        assert torch.equal(found[0], out[i])
-        for state, other in zip(now, states, strict=True):
-            assert torch.equal(state[i], other[i])
+    check_alone(Mamba2, MAMBA2, 7)
 
 
 def test_an_object_computes_step_after_step():

@@ -9,7 +9,7 @@ import pytest
 from kernels.arch import CATALOGUE
 from kernels.recurrent.problem import RecurrentProblem
 from kernels.recurrent.registry import TRITON, select
-from tests.kernels.recurrent.mamba2_cases import MAMBA2, SHORT_CONV
+from tests.kernels.recurrent.cases import MAMBA2, SHORT_CONV
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

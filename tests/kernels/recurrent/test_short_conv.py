@@ -8,16 +8,16 @@ import torch
 from kernels.recurrent.problem import RecurrentWeights, ShortConvShape
 from kernels.recurrent.pytorch.convolution import causal_conv, dense_conv
 from kernels.recurrent.pytorch.short_conv import ShortConv
-from tests.kernels.recurrent.mamba2_cases import (
+from tests.kernels.recurrent.cases import (
     NEW,
     RAGGED,
     ROWS,
     SHORT_CONV,
-    UNUSED,
     Sequence,
     Step,
-    check_kept,
-    divided,
+    check_divided,
+    check_kept_blocks,
+    check_nothing_written,
     make_weights,
 )
 from tests.kernels.references.mamba2 import convolve
@@ -43,35 +43,19 @@ def test_a_prompt_may_be_shorter_than_the_convolution(length):
     Step(shape, prompts=[Sequence(length, 0, NEW, 2), Sequence(length, 9, 3, 3)]).check(ShortConv)
 
 
-def test_a_step_of_nothing_gives_nothing():
-    out, _ = Step(SHORT_CONV).run(ShortConv)
-
-    assert out.shape == (0, SHORT_CONV.channels)
+def test_unused_rows_and_steps_of_nothing_write_nothing():
+    check_nothing_written(ShortConv, SHORT_CONV)
 
 
-def test_unused_rows_write_nothing():
-    step = Step(SHORT_CONV, [UNUSED] * 3)
-    step.projected[:] = torch.nan
-    _, (state,) = step.run(ShortConv)
-
-    assert bool(state.isnan().all())
-
-
+@pytest.mark.parametrize("ends", [(1, 2, 40), (17, 18, 20, 39, 40), (39, 40)], ids=str)
 @pytest.mark.parametrize("channels", [5, 48, 1000])
-def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(channels):
-    whole = Step(ShortConvShape(channels, 4, bias=True), prompts=[Sequence(40, 0, NEW, 0)])
-    out, (state,) = whole.run(ShortConv)
-
-    for ends in ((1, 2, 40), (17, 18, 20, 39, 40), (39, 40)):
-        found, (now,) = divided(whole, ShortConv, ends)
-
-        assert torch.equal(found, out)
-        assert torch.equal(now, state[0])
+def test_the_bits_do_not_depend_on_where_a_prompt_is_divided(channels, ends):
+    check_divided(ShortConv, ShortConvShape(channels, 4, bias=True), ends)
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 140), (62, 70), (63, 66), (63, 2)])
 def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(start, length):
-    check_kept(ShortConv, SHORT_CONV, start, length)
+    check_kept_blocks(ShortConv, SHORT_CONV, start, length)
 
 
 def test_a_decode_row_has_the_bits_of_the_same_token_in_a_prompt():

@@ -9,20 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.recurrent.problem import CHUNK, GatedDeltaShape, RecurrentWeights
-
-
-class Found(NamedTuple):
-    """What the tokens of a sequence give, in the dtype of the computation.
-
-    Attributes:
-        out: [L, inner].
-        conv_state: [W - 1, channels], after the last token.
-        state: [H, key_dim, value_dim], after the last token.
-    """
-
-    out: Tensor
-    conv_state: Tensor
-    state: Tensor
+from tests.kernels.references.mamba2 import Found, convolve
 
 
 class _Heads(NamedTuple):
@@ -40,8 +27,7 @@ def gated_delta(
     weights: RecurrentWeights,
     projected: Tensor,
     gates: Tensor,
-    conv_state: Tensor,
-    state: Tensor,
+    states: tuple[Tensor, ...],
     dtype: torch.dtype = torch.float64,
 ) -> Found:
     """Compute the formula of `GatedDeltaShape`.
@@ -51,21 +37,19 @@ def gated_delta(
         weights: of the mixer.
         projected: [L, channels + inner].
         gates: [L, 2 * H].
-        conv_state: [W - 1, channels], before the first token.
-        state: [H, key_dim, value_dim], before the first token.
+        states: before the first token, as the shape lists them.
         dtype: to compute in.
     """
-    inputs = torch.cat((conv_state.to(dtype), projected[:, : shape.channels].to(dtype)))
-    q, k, v, g, beta = _heads(shape, weights, inputs, gates.to(dtype))
-    state = state.to(dtype)
-    outs = []
+    mixed, z = torch.split(projected.to(dtype), [shape.channels, shape.inner], -1)
+    total, conv_state = convolve(mixed, weights, states[0])
+    q, k, v, g, beta = _heads(shape, weights, total, gates.to(dtype))
+    state, outs = states[1].to(dtype), []
     for t in range(len(projected)):
         state = g[t].exp()[:, None, None] * state
         read = torch.einsum("hkv,hk->hv", state, k[t])
         state = state + k[t][:, :, None] * (beta[t][:, None] * (v[t] - read))[:, None]
         outs.append(torch.einsum("hkv,hk->hv", state, q[t]))
-    out = _finish(shape, weights, torch.stack(outs), projected[:, shape.channels :].to(dtype))
-    return Found(out, inputs[len(projected) :], state)
+    return Found(_finish(shape, weights, torch.stack(outs), z), (conv_state, state))
 
 
 def gated_delta_blocks(
@@ -73,8 +57,7 @@ def gated_delta_blocks(
     weights: RecurrentWeights,
     projected: Tensor,
     gates: Tensor,
-    conv_state: Tensor,
-    state: Tensor,
+    states: tuple[Tensor, ...],
     dtype: torch.dtype,
 ) -> Found:
     """Compute blocks of `CHUNK` tokens in float32, with operands of products and intermediate results in `dtype`.
@@ -87,12 +70,12 @@ def gated_delta_blocks(
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).float()
 
-    inputs = torch.cat((conv_state.float(), projected[:, : shape.channels].float()))
-    heads = _heads(shape, weights, inputs, gates.float())
+    mixed, z = torch.split(projected.float(), [shape.channels, shape.inner], -1)
+    total, conv_state = convolve(mixed, weights, states[0])
+    heads = _heads(shape, weights, total, gates.float())
     q, k, v, g, beta = (it.transpose(0, 1) for it in heads)
     q, k, v = rounded(q), rounded(k), rounded(v)
-    state = state.float()
-    outs = []
+    state, outs = states[1].float(), []
     for first in range(0, len(projected), CHUNK):
         block = slice(first, first + CHUNK)
         keys, queries, step = k[:, block], q[:, block], beta[:, block, None]
@@ -111,21 +94,17 @@ def gated_delta_blocks(
         remaining = (total[:, -1:] - total).exp().float()[..., None]
         state = decay[:, -1:] * state + keys.mT @ rounded(remaining * new)
     out = rounded(torch.cat(outs, 1).transpose(0, 1))
-    out = _finish(shape, weights, out, projected[:, shape.channels :].float())
-    return Found(out, inputs[len(projected) :], state)
+    return Found(_finish(shape, weights, out, z), (conv_state, state))
 
 
 def _heads(
-    shape: GatedDeltaShape, weights: RecurrentWeights, inputs: Tensor, gates: Tensor
+    shape: GatedDeltaShape, weights: RecurrentWeights, total: Tensor, gates: Tensor
 ) -> _Heads:
-    """Convolve the inputs, those of the state included, [W - 1 + L, channels], and split them into heads."""
+    """Split the result of the convolution, [L, channels] before SiLU, into heads."""
     assert weights.a_log is not None
     assert weights.dt_bias is not None
-    dtype = inputs.dtype
+    dtype = total.dtype
     heads, groups, size = shape.num_heads, shape.num_key_heads, shape.key_dim
-    total = (inputs.unfold(0, shape.width, 1) * weights.conv.to(dtype)).sum(-1)
-    if weights.conv_bias is not None:
-        total = total + weights.conv_bias.to(dtype)
     q, k, v = torch.split(functional.silu(total), [groups * size, groups * size, shape.inner], -1)
     q, k = (
         _unit(torch.unflatten(it, -1, (groups, size))).repeat_interleave(heads // groups, 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.recurrent.problem import Mamba2Shape, RecurrentWeights, ShortConvShape
+from kernels.recurrent.problem import CHUNK, Mamba2Shape, RecurrentWeights, ShortConvShape
 
 
 class Found(NamedTuple):
@@ -77,9 +77,9 @@ def mamba2_blocks(
     weights: RecurrentWeights,
     projected: Tensor,
     states: tuple[Tensor, ...],
-    block: int = 64,
+    dtype: torch.dtype,
 ) -> Found:
-    """Compute blocks of tokens in float32, rounding as kernels in the dtype of `projected` do.
+    """Compute blocks of `CHUNK` tokens in float32, rounding as kernels in `dtype` do.
 
     The factors of all products, and y before the gate, are rounded to that dtype.
 
@@ -89,12 +89,12 @@ def mamba2_blocks(
     it = _inputs(shape, weights, projected, states[0], torch.float32)
 
     def rounded(x: Tensor) -> Tensor:
-        return x.to(projected.dtype).float()
+        return x.to(dtype).float()
 
     it = it._replace(x=rounded(it.x), b=rounded(it.b), c=rounded(it.c))
     state, outs = states[1].float(), []
-    for first in range(0, len(projected), block):
-        x, b, c, d, logs = (part[first : first + block].transpose(0, 1) for part in it[:5])
+    for first in range(0, len(projected), CHUNK):
+        x, b, c, d, logs = (part[first : first + CHUNK].transpose(0, 1) for part in it[:5])
         total = logs.double().cumsum(-1)
         later = torch.ones(2 * total.shape[-1:]).triu(1).bool()
         between = (total[:, :, None] - total[:, None]).masked_fill(later, -torch.inf)
