@@ -182,6 +182,7 @@ class _Kernel:
         gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
+        /,
     ) -> Tensor:
         """Compute the tokens of a step, [T, inner]; see `RecurrentKernel`."""
         raise NotImplementedError
@@ -207,7 +208,7 @@ class ShortConv(_Kernel):
     def __call__(
         self,
         projected: Tensor,
-        gates: Tensor | None,  # noqa: ARG002 - of the protocol
+        _gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
     ) -> Tensor:
@@ -273,7 +274,7 @@ class Mamba2(_Kernel):
     def __call__(
         self,
         projected: Tensor,
-        gates: Tensor | None,  # noqa: ARG002 - of the protocol
+        _gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
     ) -> Tensor:

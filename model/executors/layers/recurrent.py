@@ -85,10 +85,11 @@ class Kernel(Protocol):
         gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
+        /,
     ) -> Tensor:
         """See `RecurrentKernel.__call__`."""
 
-    def dense(self, projected: Tensor, gates: Tensor | None) -> Tensor:
+    def dense(self, projected: Tensor, gates: Tensor | None, /) -> Tensor:
         """Compute whole sequences, [B, L, ...], from states of zeros: [B, L, inner]; differentiable."""
 
 
