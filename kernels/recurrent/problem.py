@@ -162,15 +162,12 @@ class RecurrentProblem:
         shape: of the mixer.
         dtype: of the products' results and of what the kernel returns.
         trainable: whether the result must be differentiable.
-        batch_invariant: whether the bits of a token must not depend on the other sequences of the step.
     """
 
     shape: RecurrentShape
     dtype: str
     trainable: bool = False
-    batch_invariant: bool = False
 
     def __str__(self) -> str:
         """Return one line for logs and error messages."""
-        kind = type(self.shape).__name__.removesuffix("Shape")
-        return f"{kind} in {self.dtype}" + (", batch-invariant" if self.batch_invariant else "")
+        return f"{type(self.shape).__name__.removesuffix('Shape')} in {self.dtype}"

@@ -43,8 +43,8 @@ class _Heads(NamedTuple):
 class GatedDelta:
     """Computes in float32; see `kernels.recurrent.segments.RecurrentKernel`.
 
-    A token's bits depend on no other sequence: decode rows are computed by operations on elements and sums within a
-    row, and prompts one after another.
+    On a CPU a token's bits depend on no other sequence: decode rows are computed by operations on elements and sums
+    within a row, and prompts one after another.
 
     Args:
         shape: of the mixer.

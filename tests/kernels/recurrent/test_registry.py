@@ -16,15 +16,13 @@ from tests.kernels.recurrent.mamba2_cases import MAMBA2, SHORT_CONV
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("shape", [MAMBA2, SHORT_CONV], ids=str)
 @pytest.mark.parametrize("gpu", ["a100", "h100", "b200"])
-def test_gpus_with_tensor_cores_take_triton_for_deterministic_steps_too(gpu, shape, deterministic):
-    problem = RecurrentProblem(shape, "bfloat16", batch_invariant=deterministic)
-
-    choice = select(problem, CATALOGUE[gpu])
+def test_gpus_with_tensor_cores_take_triton_for_deterministic_steps_too(gpu, shape):
+    choice = select(RecurrentProblem(shape, "bfloat16"), CATALOGUE[gpu])
 
     assert choice.spec is TRITON
+    assert choice.spec.batch_invariant
     assert "equal bits" in choice.why
 
 
@@ -48,6 +46,7 @@ def test_what_triton_cannot_compute_is_told_and_left_to_pytorch(change, asked, r
     choice = select(problem, CATALOGUE["h100"])
 
     assert choice.spec.name == "torch_recurrent"
+    assert not choice.spec.batch_invariant
     assert reason in next(it.reasons for it in choice.refusals if it.kernel == TRITON.name)
 
 
