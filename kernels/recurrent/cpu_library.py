@@ -166,6 +166,7 @@ class _Kernel:
         gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
+        /,
     ) -> Tensor:
         """Compute the tokens of a step, [T, inner]; see `RecurrentKernel`."""
         assert projected.dtype is torch.float32

@@ -18,6 +18,11 @@ CHUNK: Final = 64
 Blocks begin at positions that are multiples of it. A state after a multiple of it has the same bits however a prompt is
 divided into steps that end at such multiples.
 """
+NORM_EPS: Final = 1e-6
+"""Added to the squared length of a query or key of the gated delta rule."""
+LEAST_DECAY: Final = -200.0
+"""Logarithm of a decay that is 0 in float32; smaller ones are replaced by it, so that sums and differences of them are
+exact enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class ShortConvShape:
 class GatedDeltaShape:
     """The gated delta rule after a causal convolution with SiLU, from a product of [q | k | v | z] and one of [b | a].
 
-    With q and k of length 1 (eps 1e-6 under the root), q scaled by 1 / sqrt(key_dim), each key head serving
+    With q and k of length 1 (with `NORM_EPS` under the root), q scaled by 1 / sqrt(key_dim), each key head serving
     num_heads / num_key_heads value heads beside each other, g = -exp(a_log) * softplus(a + dt_bias) and
     beta = sigmoid(b), for each head and token
 
@@ -157,15 +162,12 @@ class RecurrentProblem:
         shape: of the mixer.
         dtype: of the products' results and of what the kernel returns.
         trainable: whether the result must be differentiable.
-        batch_invariant: whether the bits of a token must not depend on the other sequences of the step.
     """
 
     shape: RecurrentShape
     dtype: str
     trainable: bool = False
-    batch_invariant: bool = False
 
     def __str__(self) -> str:
         """Return one line for logs and error messages."""
-        kind = type(self.shape).__name__.removesuffix("Shape")
-        return f"{kind} in {self.dtype}" + (", batch-invariant" if self.batch_invariant else "")
+        return f"{type(self.shape).__name__.removesuffix('Shape')} in {self.dtype}"

@@ -35,6 +35,7 @@ class RecurrentSpec:
             where a state is kept.
         by_token: whether it computes the tokens of a prompt one after the other, so that a state has the same bits
             wherever a prompt is divided, not only at multiples of CHUNK, and whether it is a prompt's or generated.
+        batch_invariant: whether the bits of a token depend on no other sequence of the step.
     """
 
     name: str
@@ -43,6 +44,7 @@ class RecurrentSpec:
     note: str = ""
     keeps: bool = False
     by_token: bool = False
+    batch_invariant: bool = False
 
     def unsupported(self, problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
@@ -98,6 +100,7 @@ TRITON: Final = RecurrentSpec(
     _triton_limits,
     _EQUAL_BITS,
     keeps=True,
+    batch_invariant=True,
 )
 """One launch for decode rows and a few for prompts. Tiles and the order of all sums depend on the shape alone."""
 
@@ -107,6 +110,7 @@ TRITON_GATED_DELTA: Final = RecurrentSpec(
     _triton_limits,
     _EQUAL_BITS,
     keeps=True,
+    batch_invariant=True,
 )
 """One launch for decode rows and four for prompts, as `TRITON`."""
 
@@ -120,8 +124,10 @@ CPU_LIBRARY: Final = RecurrentSpec(
     cpu_library.unsupported,
     keeps=True,
     by_token=True,
+    batch_invariant=True,
 )
-"""One call of the C library on a CPU, token by token; batch invariant."""
+"""One call of the C library on a CPU, token by token."""
+
 PYTORCH: Final = RecurrentSpec(
     "torch_recurrent",
     {
@@ -131,7 +137,7 @@ PYTORCH: Final = RecurrentSpec(
     },
     keeps=True,
 )
-"""Separate operations, on every device."""
+"""Separate operations, on every device. On a GPU, PyTorch may add up a row in another order beside more rows."""
 
 REGISTRY: Final = (TRITON, TRITON_GATED_DELTA, CPU_LIBRARY, PYTORCH)
 

@@ -95,6 +95,7 @@ class RecurrentKernel(Protocol):
         gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
+        /,
     ) -> Tensor:
         """Compute the tokens of a step; the states that are written replace those before.
 

@@ -15,8 +15,6 @@ from model.families.rotary import POSITIONS, read_rotary_by_layer_type
 from model.network.spec import Attention, Dense, Layer, Network
 from model.network.sublayers import AltUp, Laurel, PerLayerInput, Streams
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-_SHARED: Final = Meta(ge=0, le=1_024)
 _STREAMS: Final = Meta(ge=2, le=64)
 _ACTIVE: Final = Meta(ge=0, le=63)
 _RANK: Final = Meta(ge=1, le=65_536)
@@ -52,10 +50,10 @@ def network(keys: Keys) -> Network:
     bias = keys.flag("attention_bias")
     full, local = read_rotary_by_layer_type(keys, dim, (1_000_000.0, 10_000.0))
     kinds = parts.layer_types(keys) or [
-        _FULL if (index + 1) % _PATTERN == 0 else _SLIDING for index in range(count)
+        parts.FULL if (index + 1) % _PATTERN == 0 else parts.SLIDING for index in range(count)
     ]
     window = keys.integer("sliding_window", POSITIONS, 512)
-    sources = kv_layers(keys, kinds, keys.integer("num_kv_shared_layers", _SHARED, 15))
+    sources = kv_layers(keys, kinds, keys.integer("num_kv_shared_layers", gemma4.SHARED, 15))
     inners = keys.for_layers("intermediate_size", parts.INNER, [16_384] * count)
     sparse = [0.95 if index < _SPARSE_LAYERS < count else 0.0 for index in range(count)]
     sparsities = keys.for_layers("activation_sparsity_pattern", _SPARSITY, sparse)
@@ -80,8 +78,8 @@ def network(keys: Keys) -> Network:
                 kv_heads,
                 dim,
                 scale=1.0,
-                window=None if kind == _FULL else window,
-                rotary=full if kind == _FULL else local,
+                window=None if kind == parts.FULL else window,
+                rotary=full if kind == parts.FULL else local,
                 qk_norm=norm,
                 bias=bias,
                 output_bias=bias,

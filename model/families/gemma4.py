@@ -20,14 +20,13 @@ from model.families.tensors import Rewrite
 from model.network.spec import Attention, Dense, Layer, Network
 from model.network.sublayers import PerLayerInput, PerLayerTable
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-_SHARED: Final = Meta(ge=0, le=1_024)
+SHARED: Final = Meta(ge=0, le=1_024)
 _TABLE: Final = Meta(ge=1, le=2**21)
 _SIZE: Final = Meta(ge=0, le=65_536)
 _PATTERN: Final = 6
 _ROTARIES: Final[dict[str, dict[str, Any]]] = {
-    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    _FULL: {
+    parts.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    parts.FULL: {
         "rope_type": "proportional",
         "partial_rotary_factor": 0.25,
         "rope_theta": 1_000_000.0,
@@ -61,10 +60,10 @@ def network(keys: Keys) -> Network:
     keys.require("use_bidirectional_attention", "vision")
     norm, count = parts.rms_norm(keys), parts.num_layers(keys)
     kinds = parts.layer_types(keys) or [
-        _FULL if (index + 1) % _PATTERN == 0 else _SLIDING for index in range(count)
+        parts.FULL if (index + 1) % _PATTERN == 0 else parts.SLIDING for index in range(count)
     ]
-    kinds[-1] = _FULL  # as transformers does
-    shared = keys.integer("num_kv_shared_layers", _SHARED, 0)
+    kinds[-1] = parts.FULL  # as transformers does
+    shared = keys.integer("num_kv_shared_layers", SHARED, 0)
     sources, mixers = kv_layers(keys, kinds, shared), _mixers(keys, kinds)
     _check_shared(keys, mixers, sources)
     inner = parts.inner_size(keys, 9216)
@@ -135,7 +134,7 @@ def _mixers(keys: Keys, kinds: list[str]) -> list[Attention]:
     bias, norm = keys.flag("attention_bias"), parts.rms_norm(keys)
     found = []
     for index, kind in enumerate(kinds):
-        is_full = kind == _FULL
+        is_full = kind == parts.FULL
         size, count = (full_dim, full_kv if tied else None) if is_full else (dim, None)
         if stated_layers is not None:
             stated = stated_layers.inner(str(index)) or Keys({})

@@ -26,7 +26,6 @@ _TENSORS: Final = dataclasses.replace(
         "down": "shared_mlp.output_linear",
     },
 )
-_INNER: Final = Meta(ge=1, le=2**20)
 
 
 def network(keys: Keys) -> Network:
@@ -52,7 +51,7 @@ def network(keys: Keys) -> Network:
     kinds = parts.layer_types(keys, (*LINEAR, *ATTENTION)) or LINEAR[:1] * parts.num_layers(keys)
     mamba2 = read_mamba2(keys, plain.eps) if {*kinds} & {*LINEAR} else None
     norm = multipliers(keys).norm(plain)
-    mlp = Dense(keys.integer("shared_intermediate_size", _INNER, 1024), parts.activation(keys))
+    mlp = Dense(keys.integer("shared_intermediate_size", parts.INNER, 1024), parts.activation(keys))
     layers = tuple(Layer(mamba2 if kind in LINEAR else attention, mlp, norm) for kind in kinds)
     return parts.decoder(keys, layers, norm)
 

@@ -33,7 +33,6 @@ _TENSORS: Final = Tensors(
         "down": "feed_forward.w2",
     },
 )
-_WIDTH: Final = Meta(ge=2, le=64)
 _MULTIPLE: Final = Meta(ge=1, le=65_536)
 _CONV: Final = "conv"
 
@@ -56,7 +55,7 @@ def network(keys: Keys) -> Network:
     )
     convolution = ShortConv(
         parts.hidden_size(keys),
-        keys.integer("conv_L_cache", _WIDTH, 3),
+        keys.integer("conv_L_cache", parts.CONV_WIDTH, 3),
         bias=keys.flag("conv_bias"),
     )
     mlp = Dense(_inner_size(keys))

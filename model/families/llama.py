@@ -14,7 +14,6 @@ from model.families.rotary import POSITIONS, read_rotary
 from model.network.spec import Attention, Dense, Layer, Network
 
 _WINDOW: Final = Meta(ge=0, le=2**31)
-_FULL: Final = "full_attention"
 
 
 def network(keys: Keys) -> Network:
@@ -36,8 +35,8 @@ def network(keys: Keys) -> Network:
 
 def _is_used(keys: Keys, window: int) -> bool:
     """Whether a window changes what a token attends to."""
-    kinds = keys.texts("layer_types") or ["sliding_attention"]
-    if window >= keys.integer("max_position_embeddings", POSITIONS) or set(kinds) == {_FULL}:
+    kinds = keys.texts("layer_types") or [parts.SLIDING]
+    if window >= keys.integer("max_position_embeddings", POSITIONS) or set(kinds) == {parts.FULL}:
         return False
     if keys.flag("use_sliding_window", default=True):
         return True

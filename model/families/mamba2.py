@@ -14,8 +14,6 @@ from model.network.mixers import Mamba2
 
 _HEADS: Final = Meta(ge=1, le=4_096)
 _DIM: Final = Meta(ge=1, le=1_024)
-_INNER: Final = Meta(ge=1, le=2**20)
-_WIDTH: Final = Meta(ge=2, le=64)
 _STEP: Final = Meta(ge=0)
 _AUTO: Final = "auto"
 LINEAR: Final = ("mamba", "linear_attention")
@@ -68,7 +66,7 @@ def read_mamba2(
         dim,
         keys.integer("mamba_d_state", _DIM, 256),
         groups,
-        keys.integer("mamba_d_conv", _WIDTH, 4),
+        keys.integer("mamba_d_conv", parts.CONV_WIDTH, 4),
         eps,
         norm_before_gate=norm_before_gate,
         dt_limits=keys.bounds("time_step_limit", _STEP) or Mamba2.dt_limits,

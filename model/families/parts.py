@@ -19,9 +19,10 @@ Windows: TypeAlias = tuple[int | None, ...]
 
 SOFTCAP: Final = Meta(gt=0, le=1e6)
 SCALAR: Final = Meta(ge=1, le=65_536)
-_VOCAB: Final = Meta(ge=1, le=2**21)
+VOCAB: Final = Meta(ge=1, le=2**21)
 _HIDDEN: Final = Meta(ge=1, le=65_536)
 INNER: Final = Meta(ge=1, le=2**20)
+CONV_WIDTH: Final = Meta(ge=2, le=64)
 _INDEX: Final = Meta(ge=0, le=1_023)
 _LAYERS: Final = Meta(ge=1, le=1_024)
 HEADS: Final = Meta(ge=1, le=1_024)
@@ -29,7 +30,7 @@ HEAD_DIM: Final = Meta(ge=1)
 _EPS: Final = Meta(ge=0, le=1)
 MULTIPLIER: Final = Meta(ge=1e-6, le=1e6)
 FULL: Final = "full_attention"
-_SLIDING: Final = "sliding_attention"
+SLIDING: Final = "sliding_attention"
 
 GELUS: Final = ("gelu_pytorch_tanh", "gelu_new", "gelu")
 _ACTIVATIONS: Final[dict[str, ActivationName]] = {
@@ -183,7 +184,7 @@ def same_windows(keys: Keys, window: int | None = None) -> Windows:
         UnsupportedModelError: `layer_types` states others.
     """
     windows = (window,) * num_layers(keys)
-    kind = FULL if window is None else _SLIDING
+    kind = FULL if window is None else SLIDING
     if {*layer_types(keys)} - {kind}:
         raise UnsupportedModelError(
             f"layer_types that differ from {kind} everywhere are not supported with this architecture"
@@ -231,7 +232,7 @@ def stated_windows(keys: Keys, window: int | None, has_window: list[bool]) -> Wi
         UnsupportedModelError: `layer_types` names an unknown type.
     """
     if stated := layer_types(keys):
-        has_window = [kind == _SLIDING for kind in stated]
+        has_window = [kind == SLIDING for kind in stated]
         if window is None and any(has_window):
             raise ModelFolderError(
                 "layer_types names sliding_attention, but sliding_window is missing or"
@@ -258,7 +259,7 @@ def with_windows(layer: Layer, windows: Windows, local: Rotary | None = None) ->
     return tuple(dataclasses.replace(layer, mixer=it) for it in mixers)
 
 
-def layer_types(keys: Keys, kinds: tuple[str, ...] = (FULL, _SLIDING)) -> list[str]:
+def layer_types(keys: Keys, kinds: tuple[str, ...] = (FULL, SLIDING)) -> list[str]:
     """Read `layer_types`; empty if it is absent.
 
     Args:
@@ -298,7 +299,7 @@ def decoder(
 ) -> Network:
     """Return the network around layers; `tied` is the default of `tie_word_embeddings`."""
     return Network(
-        keys.integer("vocab_size", _VOCAB),
+        keys.integer("vocab_size", VOCAB),
         hidden_size(keys),
         layers,
         norm,

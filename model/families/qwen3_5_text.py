@@ -34,9 +34,7 @@ _TENSORS: Final = dataclasses.replace(
     # The head that proposes tokens, and an image encoder.
     ignored=("mtp.", "model.mtp.", "visual.", "model.visual."),
 )
-_HEADS: Final = Meta(ge=1, le=1_024)
 _DIM: Final = Meta(ge=4, le=1_024)
-_WIDTH: Final = Meta(ge=2, le=64)
 _INTERVAL: Final = Meta(ge=1, le=1_024)
 _LINEAR: Final = "linear_attention"
 DEFAULTS: Final = {
@@ -70,7 +68,7 @@ def network(keys: Keys) -> Network:
         *_linear_heads(keys),
         key_dim=keys.integer("linear_key_head_dim", _DIM, 128),
         value_dim=keys.integer("linear_value_head_dim", _DIM, 128),
-        width=keys.integer("linear_conv_kernel_dim", _WIDTH, 4),
+        width=keys.integer("linear_conv_kernel_dim", parts.CONV_WIDTH, 4),
         eps=norm.eps,
     )
     mlp = Dense(parts.inner_size(keys), parts.activation(keys))
@@ -82,8 +80,8 @@ def network(keys: Keys) -> Network:
 
 def _linear_heads(keys: Keys) -> tuple[int, int]:
     """Read the heads of values, and those of queries and keys, of the gated delta rule."""
-    values = keys.integer("linear_num_value_heads", _HEADS, 32)
-    count = keys.integer("linear_num_key_heads", _HEADS, 16)
+    values = keys.integer("linear_num_value_heads", parts.HEADS, 32)
+    count = keys.integer("linear_num_key_heads", parts.HEADS, 16)
     if values % count:
         raise ModelFolderError(
             f"{keys.name('linear_num_value_heads')} = {values} must be a multiple of linear_num_key_heads = {count}"

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from msgspec import Meta
-
 from model.errors import UnsupportedModelError
+from model.families import parts
 from model.families.family import Family
 from model.families.keys import Keys
 from model.families.table import FAMILIES, find_architecture
@@ -24,7 +23,6 @@ HINT: Final = (
 )
 """What to do about an architecture without a family; a clause."""
 
-_VOCAB: Final = Meta(ge=1, le=2**21)
 _CONTEXT: Final = ("n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length")
 _PARTS: Final = ("text_config", "llm_config", "language_config")
 """Keys of the objects that state the language model of several models."""
@@ -72,4 +70,4 @@ def _network(keys: Keys) -> Network:
     for key in ("is_encoder_decoder", "add_cross_attention"):
         keys.require(key, False)
     model_type = keys.text("model_type") or ""
-    return Network(keys.integer("vocab_size", _VOCAB), 0, (), modules=Modules(model_type))
+    return Network(keys.integer("vocab_size", parts.VOCAB), 0, (), modules=Modules(model_type))

@@ -153,7 +153,10 @@ class Exchange(Response):
         admission.check(info)
         request = current_request()
         with admission.buffer() as buffer:
-            answer = self._parse(await read_json(scope, receive, context.config, buffer), info)
+            body = await read_json(scope, receive, context.config, buffer)
+            await context.adapters.look(body)
+            answer = self._parse(body, info)
+            del body  # it may be large
             request.operation = answer.operation
             with admission.admit(answer.num_sequences, info), ClientWatch(receive) as watch:
                 generation = await in_time(self._generate(answer), request.deadline)

@@ -101,6 +101,7 @@ class TokenExchange(Response):
         admission = context.admission
         with admission.buffer() as buffer:
             body = await read_json(scope, receive, context.config, buffer)
+            await context.adapters.look(body)
             if isinstance(body, dict):
                 self._form = next(
                     (form for form in self._forms if not body.keys().isdisjoint(form.keys)),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 from collections import defaultdict
@@ -537,6 +538,71 @@ async def test_an_adapter_is_read_once_although_the_request_for_it_has_gone(tmp_
     assert await folder.find("one") == str(tmp_path / "one")
     assert len(paths) == 1
     folder.close()
+
+
+async def test_no_file_of_the_folder_is_looked_at_on_the_event_loop(
+    with_folder, folders, monkeypatch
+):
+    client, folder = with_folder
+    loop, on_loop, elsewhere = threading.current_thread(), [], []
+
+    def noting(original):
+        def look(path, *arguments, **more):
+            if str(path).startswith(str(folder)):
+                here = threading.current_thread() is loop
+                (on_loop if here else elsewhere).append(str(path))
+            return original(path, *arguments, **more)
+
+        return look
+
+    for name in ("stat", "lstat", "scandir", "open"):
+        monkeypatch.setattr(f"os.{name}", noting(getattr(os, name)))
+    monkeypatch.setattr("pathlib.Path.is_file", noting(Path.is_file))
+
+    assert (await ask(client, "one")).status_code == 200
+    assert (await ask(client, "absent")).status_code == 404
+    assert (await client.get("/v1/models/one", headers=USER)).status_code == 200
+    assert (await client.get("/v1/models/other", headers=USER)).status_code == 404
+    assert "`one` is in --lora-folder" in (await unload(client, "one")).text
+    assert "`one` is in --lora-folder already" in (await load(client, "one", folders / "sql")).text
+    body = {"model": "one", "prompt": "hi"}
+    assert (await client.post("/tokenize", json=body, headers=USER)).status_code == 200
+    body = {"inputs": "hi", "parameters": {"adapter_id": "one"}}
+    assert (await client.post("/generate", json=body, headers=USER)).status_code == 200
+    models = (await client.get("/v1/models", headers=USER)).json()["data"]
+
+    assert [it["id"] for it in models] == ["fake/model", "sql", "one"]
+    assert on_loop == []
+    assert any(it.startswith(str(folder / "one")) for it in elsewhere)
+
+
+async def test_lists_of_models_look_for_all_adapters_once_at_a_time(
+    with_folder, folders, monkeypatch
+):
+    client, folder = with_folder
+    assert (await ask(client, "one")).status_code == 200
+    begun, may_end, looks = asyncio.Event(), threading.Event(), []
+    loop, original = asyncio.get_running_loop(), AdapterFolder._absent
+
+    def absent(self, names):
+        looks.append(names)
+        loop.call_soon_threadsafe(begun.set)
+        assert may_end.wait(GIVE_UP)
+        return original(self, names)
+
+    monkeypatch.setattr(AdapterFolder, "_absent", absent)
+    shutil.rmtree(folder / "one")
+
+    async def listed():
+        models = (await client.get("/v1/models", headers=USER)).json()["data"]
+        return [it["id"] for it in models]
+
+    first = asyncio.create_task(listed())
+    await begun.wait()
+    assert await listed() == ["fake/model", "sql", "one"]
+    may_end.set()
+    assert await first == ["fake/model", "sql"]
+    assert looks == [["one"]]
 
 
 async def test_names_of_any_model_mean_the_model_although_the_folder_has_them(

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.functions import silu
+from kernels.recurrent import problem
 from kernels.recurrent.gpu.tiles import is_last, softplus
 
-LEAST_DECAY = tl.constexpr(-200.0)
-"""As in `kernels.recurrent.pytorch.gated_delta`."""
-NORM_EPS = tl.constexpr(1e-6)
+LEAST_DECAY = tl.constexpr(problem.LEAST_DECAY)
+NORM_EPS = tl.constexpr(problem.NORM_EPS)
 
 
 @triton.jit

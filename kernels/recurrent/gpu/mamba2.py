@@ -27,12 +27,11 @@ class Mamba2(pytorch.Mamba2):
     def __call__(
         self,
         projected: Tensor,
-        gates: Tensor | None,
+        _gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
     ) -> Tensor:
         """Compute the tokens of a step, [T, inner]; see `RecurrentKernel`."""
-        del gates
         tokens, rows = len(projected), segments.rows
         out = torch.empty(
             (tokens, self.shape.inner), dtype=projected.dtype, device=projected.device

@@ -63,12 +63,11 @@ class ShortConv(pytorch.ShortConv):
     def __call__(
         self,
         projected: Tensor,
-        gates: Tensor | None,
+        _gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
     ) -> Tensor:
         """Compute the tokens of a step, [T, channels]; see `RecurrentKernel`."""
-        del gates
         channels, width = self.shape.channels, self.shape.width
         (state,) = states
         weight, bias = self.weights.conv, self.weights.conv_bias

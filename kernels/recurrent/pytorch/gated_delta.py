@@ -13,12 +13,12 @@ Gated Delta Networks, 2024 (arXiv 2412.06464), for the decay in it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from kernels.recurrent.problem import CHUNK
+from kernels.recurrent.problem import CHUNK, LEAST_DECAY, NORM_EPS
 from kernels.recurrent.pytorch.convolution import causal_conv, dense_conv
 from kernels.recurrent.pytorch.functions import sigmoid, silu, softplus
 from kernels.recurrent.pytorch.slots import read_rows, write_rows
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 
     from kernels.recurrent.problem import GatedDeltaShape, RecurrentWeights
     from kernels.recurrent.segments import Segments
-
-NORM_EPS: Final = 1e-6
-"""Added to the squared length of a query or key."""
-LEAST_DECAY: Final = -200.0
-"""Logarithm of a decay that is 0 in float32; smaller ones are replaced by it, so that sums and differences of them are
-exact enough."""
 
 
 class _Heads(NamedTuple):
@@ -49,8 +43,8 @@ class _Heads(NamedTuple):
 class GatedDelta:
     """Computes in float32; see `kernels.recurrent.segments.RecurrentKernel`.
 
-    A token's bits depend on no other sequence: decode rows are computed by operations on elements and sums within a
-    row, and prompts one after another.
+    On a CPU a token's bits depend on no other sequence: decode rows are computed by operations on elements and sums
+    within a row, and prompts one after another.
 
     Args:
         shape: of the mixer.

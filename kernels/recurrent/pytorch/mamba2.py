@@ -63,7 +63,7 @@ class Mamba2:
     def __call__(
         self,
         projected: Tensor,
-        gates: Tensor | None,  # noqa: ARG002 - of the protocol
+        _gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
     ) -> Tensor:
@@ -92,7 +92,7 @@ class Mamba2:
                 state[target] = after
         return self._finish(y, inputs.x, z, projected.dtype)
 
-    def dense(self, projected: Tensor, gates: Tensor | None = None) -> Tensor:  # noqa: ARG002
+    def dense(self, projected: Tensor, _gates: Tensor | None = None) -> Tensor:
         """Compute whole sequences from zero states, differentiably: [B, L, inner] of [B, L, ...]."""
         shape = self.shape
         z, mixed, dt = self._split(projected)

@@ -22,7 +22,7 @@ class ShortConv:
     def __call__(
         self,
         projected: Tensor,
-        gates: Tensor | None,  # noqa: ARG002 - of the protocol
+        _gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
     ) -> Tensor:
@@ -32,7 +32,7 @@ class ShortConv:
         found = causal_conv(b * x, weights.conv, weights.conv_bias, states[0], segments, silu=False)
         return (c * found).to(projected.dtype)
 
-    def dense(self, projected: Tensor, gates: Tensor | None = None) -> Tensor:  # noqa: ARG002
+    def dense(self, projected: Tensor, _gates: Tensor | None = None) -> Tensor:
         """Compute whole sequences from zero states, differentiably: [B, L, channels] of [B, L, 3 * channels]."""
         b, c, x = projected.float().chunk(3, -1)
         found = dense_conv(b * x, self.weights.conv, self.weights.conv_bias, silu=False)

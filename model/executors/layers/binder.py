@@ -62,11 +62,6 @@ class Binder:
         """Whether results must be differentiable."""
         return self._purpose is Purpose.TRAINING
 
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether the bits of a row must not depend on the others."""
-        return self._purpose is Purpose.DETERMINISTIC_SERVING
-
     def reading(self, name: str) -> Projection:
         """Bind a product that reads the residual stream."""
         self.bound[name] = product = self._bind(name)

@@ -61,16 +61,13 @@ def attention_kernels(
             yield f"{problem.phase.value} attention{window}", select(problem, arch)
 
 
-def _recurrent_kernels(
-    model: DecoderParameters, bucket: Bucket, arch: GPUArch
-) -> Iterator[tuple[str, AnyChoice]]:
+def _recurrent_kernels(model: DecoderParameters, arch: GPUArch) -> Iterator[tuple[str, AnyChoice]]:
     """Yield what recurrent mixers compute between their products."""
     for mixer, count in Counter(
         mixer for it in model.network.layers for mixer in it.mixers
     ).items():
         if (choice := MIXERS[type(mixer)].choice) is not None:
-            found = choice(mixer, model.dtype_name, arch, deterministic=bucket.deterministic)
-            yield f"{type(mixer).__name__} of {count} layers", found
+            yield f"{type(mixer).__name__} of {count} layers", choice(mixer, model.dtype_name, arch)
 
 
 def layer_kernels(
@@ -96,7 +93,7 @@ def layer_kernels(
     vectors = VectorProblem(model.dtype_name)
     yield "norms and activations", select_vector(norms.REGISTRY, vectors, arch)
     yield from attention_kernels(model, bucket, arch, block_size, kv_dtype)
-    yield from _recurrent_kernels(model, bucket, arch)
+    yield from _recurrent_kernels(model, arch)
     purpose = Purpose.DETERMINISTIC_SERVING if bucket.deterministic else Purpose.SERVING
 
     def choose(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernels.errors import NoKernelError
 from kernels.selection import reasons
 from model.executors import support
 from model.executors.columns import ADAPTER
@@ -52,13 +51,14 @@ def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[
         row = MIXERS.get(type(mixer))
         if isinstance(mixer, Attention) or row is None:
             continue
+        name = f"no deterministic {type(mixer).__name__}"
         if row.choice is None:
-            found.append(f"no deterministic {type(mixer).__name__}")
+            found.append(name)
             continue
-        try:
-            row.choice(mixer, dtype, arch, deterministic=True)
-        except NoKernelError as error:
-            found.append(str(error))
+        choice = row.choice(mixer, dtype, arch)
+        if not choice.spec.batch_invariant:
+            why = f"{choice.spec.name} is not batch invariant"
+            found.append(f"{name}: {'; '.join((why, *map(str, choice.refusals)))}")
     return tuple(dict.fromkeys(found))
 
 

@@ -54,12 +54,7 @@ def recurrent_shape(mixer: RecurrentMixer) -> RecurrentShape:
 
 
 def recurrent_choice(
-    mixer: RecurrentMixer,
-    dtype: str,
-    arch: GPUArch,
-    *,
-    trainable: bool = False,
-    deterministic: bool = False,
+    mixer: RecurrentMixer, dtype: str, arch: GPUArch, *, trainable: bool = False
 ) -> Choice[RecurrentSpec]:
     """Choose the kernel of a mixer on a processor, which need not be present.
 
@@ -68,12 +63,11 @@ def recurrent_choice(
         dtype: name of the dtype of activations.
         arch: the processor.
         trainable: whether the result must be differentiable.
-        deterministic: whether the bits of a token must not depend on the other sequences of a step.
 
     Raises:
         NoKernelError: no kernel computes it; lists every reason.
     """
-    return select(RecurrentProblem(recurrent_shape(mixer), dtype, trainable, deterministic), arch)
+    return select(RecurrentProblem(recurrent_shape(mixer), dtype, trainable), arch)
 
 
 class Kernel(Protocol):
@@ -85,10 +79,11 @@ class Kernel(Protocol):
         gates: Tensor | None,
         states: tuple[Tensor, ...],
         segments: Segments,
+        /,
     ) -> Tensor:
         """See `RecurrentKernel.__call__`."""
 
-    def dense(self, projected: Tensor, gates: Tensor | None) -> Tensor:
+    def dense(self, projected: Tensor, gates: Tensor | None, /) -> Tensor:
         """Compute whole sequences, [B, L, ...], from states of zeros: [B, L, inner]; differentiable."""
 
 
@@ -111,11 +106,7 @@ class BoundRecurrent(NamedTuple):
     def bind(cls, spec: RecurrentMixer, binder: Binder) -> BoundRecurrent:
         """Bind a layer's mixer."""
         choice = recurrent_choice(
-            spec,
-            binder.model.dtype_name,
-            binder.model.arch,
-            trainable=binder.is_trainable,
-            deterministic=binder.is_deterministic,
+            spec, binder.model.dtype_name, binder.model.arch, trainable=binder.is_trainable
         )
         shape = recurrent_shape(spec)
         made: Kernel = load(choice.spec.targets[type(shape)])(shape, _weights(binder.layer))
@@ -224,13 +215,10 @@ def state_kernels(network: Network, dtype: str, arch: GPUArch) -> StateKernels:
     fixed = {it: state for it in mixers if (state := fixed_of(it.state(dtype))) is not None}
     keeps, chunk = True, 1
     for mixer, state in fixed.items():
-        rows: list[RecurrentSpec] = []
+        row = None
         if isinstance(mixer, RecurrentMixer):
-            choices = (
-                recurrent_choice(mixer, dtype, arch, deterministic=it) for it in (False, True)
-            )
-            rows = [it.spec for it in choices]
-        keeps &= bool(rows) and all(row.keeps for row in rows)
-        if not rows or not all(row.by_token for row in rows):
+            row = recurrent_choice(mixer, dtype, arch).spec
+        keeps &= row is not None and row.keeps
+        if row is None or not row.by_token:
             chunk = math.lcm(chunk, state.chunk)
     return StateKernels(keeps, chunk)

@@ -54,7 +54,9 @@ def main(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
         model = ModelConfig.from_folder(folder).within(config.max_model_len)
         _check(options, settings, arch, model.max_context)
         sizes = resolve_sizes(config, model, arch)
-        limits = step_limits(config, model, arch)
+        # No GPU has kernels that need no chunks.
+        chunk = model.network.state("float32").chunk
+        limits = step_limits(config, model, arch, chunk)
         report = estimate(sizes, limits, config, arch, options.input_len, options.output_len)
     except (ModelError, NoDeviceError, NotEnoughMemoryError, StartupError) as error:
         fail(str(error), _NAME)

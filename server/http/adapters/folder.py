@@ -8,7 +8,7 @@ import itertools
 import os
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from model.adapters.config import CONFIG
 from model.adapters.file import WEIGHTS
@@ -34,13 +34,15 @@ _MOST_READS: Final = 64
 _LIST: Final = "list"
 
 _Signature = tuple[int, ...]
+P = TypeVar("P")
+T = TypeVar("T")
 
 
 class AdapterFolder:
     """The adapters in a folder, read by threads for it. Used only on the event loop.
 
     A name without an adapter, and an adapter that cannot be used, are remembered for `recent.SECONDS`; the latter only
-    as long as its files do not change.
+    as long as its files do not change. What is no coroutine reads memory alone.
 
     Args:
         path: of the folder; None if the service has none.
@@ -57,12 +59,13 @@ class AdapterFolder:
         self._path, self._served, self._read = path, served, read
         self._found: OrderedDict[str, tuple[_Signature, LoadedAdapter]] = OrderedDict()
         self._reading: dict[tuple[str, _Signature], asyncio.Task[LoadedAdapter]] = {}
-        self._absent: Recent[bool] = Recent()
+        self._there: Recent[bool] = Recent()
         self._failed: Recent[tuple[_Signature, ModelError]] = Recent()
         self._lists: Recent[list[str]] = Recent()
         # Apart, so that a request for an adapter that was read waits for no other one.
         self._readers = ThreadPoolExecutor(_THREADS, "adapter-folder", give_way)
         self._lookers = ThreadPoolExecutor(1, "adapter-files")
+        self._looks_for_all = False
 
     def close(self) -> None:
         """End the threads after what they read now; no call may follow."""
@@ -71,35 +74,46 @@ class AdapterFolder:
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
-        """The adapters that were read and are still there, in the order in which they were read."""
-        for name in list(self._found):
-            if not self._is_there(name):
-                del self._found[name]
+        """The adapters that were read, in this order, but those that `look` or `look_for_all` has missed since."""
         return [adapter for _, adapter in self._found.values()]
 
     def __contains__(self, name: str) -> bool:
-        if self._path is None or not NAME.fullmatch(name) or name_problem(name, self._served):
-            return False
-        if self._absent.get(name):
-            return False
-        if self._is_there(name):
-            return True
-        self._found.pop(name, None)
-        self._absent.put(name, value=True)
-        return False
+        """Whether the last `look` for a name has found it."""
+        return self._there.get(name) is True
 
     def names(self) -> list[str]:
-        """Return the adapters that were read and some others, as they were a short time ago."""
+        """Return the adapters that were read and some others, as a `look` for an absent one has found them."""
+        return [*(it.ref.name for it in self.loaded), *(self._lists.get(_LIST) or ())]
+
+    async def look(self, name: str) -> _Signature | None:
+        """Look for an adapter; that a name is absent is remembered for a while.
+
+        Returns:
+            What changes with its files; None if there is none of this name.
+        """
         if self._path is None:
-            return []
-        names = self._lists.get(_LIST)
-        if names is None:
-            names = [it.ref.name for it in self.loaded]
-            with contextlib.suppress(OSError), os.scandir(self._path) as entries:
-                found = (it.name for it in itertools.islice(entries, _SCANNED))
-                names += sorted(it for it in found if self._is_adapter(it))
-            self._lists.put(_LIST, names)
-        return names
+            return None
+        signature = None
+        if self._is_name(name) and self._there.get(name) is not False:
+            signature = await self._in_thread(_look, self._path / name)
+            self._there.put(name, value=signature is not None)
+        if signature is None:
+            self._found.pop(name, None)
+            if self._lists.get(_LIST) is None:
+                self._lists.put(_LIST, [])  # so that others do not look too
+                self._lists.put(_LIST, await self._in_thread(self._scan, self._path))
+        return signature
+
+    async def look_for_all(self) -> None:
+        """Forget adapters that were read and are not there any more, unless another call is looking for them."""
+        if not self._found or self._looks_for_all:
+            return
+        self._looks_for_all = True
+        try:
+            for name in await self._in_thread(self._absent, list(self._found)):
+                self._found.pop(name, None)
+        finally:
+            self._looks_for_all = False
 
     async def find(self, name: str) -> LoadedAdapter | None:
         """Return an adapter; it is read first if it is new, or has changed, once for all requests that wait for it.
@@ -111,12 +125,10 @@ class AdapterFolder:
             ModelError: it cannot be used.
             OverloadedError: too many others are being read.
         """
-        if name not in self:
+        signature = await self.look(name)
+        if signature is None:
             return None
         assert self._path is not None
-        folder = self._path / name
-        loop = asyncio.get_running_loop()
-        signature = await loop.run_in_executor(self._lookers, _signature, folder)
         known = self._found.get(name)
         if known is not None and known[0] == signature:
             return known[1]
@@ -129,15 +141,17 @@ class AdapterFolder:
                 raise OverloadedError(
                     f"Model is overloaded: {len(self._reading)} adapters are being read", 1
                 )
-            task = self._reading[key] = asyncio.create_task(self._read_one(name, signature, folder))
+            task = self._reading[key] = asyncio.create_task(
+                self._read_one(name, signature, self._path / name)
+            )
             task.add_done_callback(lambda it: self._end_reading(key, it))
         try:
             found = await asyncio.shield(task)
         except ModelError:
-            if name not in self:
+            if await self.look(name) is None:
                 return None  # it was removed
             raise
-        return found if name in self else None
+        return None if await self.look(name) is None else found
 
     async def _read_one(self, name: str, signature: _Signature, folder: Path) -> LoadedAdapter:
         """Read an adapter and remember what was found, also if no request waits for it until then."""
@@ -145,7 +159,7 @@ class AdapterFolder:
         try:
             found = await loop.run_in_executor(self._readers, self._read, name, str(folder))
         except ModelError as error:
-            if name in self:
+            if await self.look(name) is not None:
                 self._failed.put(name, (signature, error))
             raise
         self._failed.forget(name)
@@ -159,20 +173,36 @@ class AdapterFolder:
         if not task.cancelled():
             task.exception()  # which asyncio would log if no request waits for it
 
-    def _is_adapter(self, name: str) -> bool:
-        is_name = NAME.fullmatch(name) and not name_problem(name, self._served)
-        return bool(is_name) and self._is_there(name)
+    async def _in_thread(self, look: Callable[[P], T], where: P) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._lookers, look, where)
 
-    def _is_there(self, name: str) -> bool:
+    def _absent(self, names: list[str]) -> list[str]:
+        """Return those of some names that have no adapter."""
         assert self._path is not None
-        try:
-            return (self._path / name / CONFIG).is_file()
-        except OSError:  # reading it says why
-            return True
+        return [name for name in names if not _is_there(self._path / name)]
+
+    def _scan(self, path: Path) -> list[str]:
+        """Return the names of some adapters in the folder."""
+        with contextlib.suppress(OSError), os.scandir(path) as entries:
+            found = (it.name for it in itertools.islice(entries, _SCANNED))
+            return sorted(it for it in found if self._is_name(it) and _is_there(path / it))
+        return []
+
+    def _is_name(self, name: str) -> bool:
+        return NAME.fullmatch(name) is not None and not name_problem(name, self._served)
 
 
-def _signature(folder: Path) -> _Signature:
-    """Return what changes with the files of an adapter."""
+def _is_there(folder: Path) -> bool:
+    try:
+        return (folder / CONFIG).is_file()
+    except OSError:  # reading it says why
+        return True
+
+
+def _look(folder: Path) -> _Signature | None:
+    """Return what changes with the files of an adapter; None if there is none."""
+    if not _is_there(folder):
+        return None
     found: list[int] = []
     for name in (CONFIG, WEIGHTS):
         try:

@@ -80,8 +80,30 @@ class AdapterTable:
             *(it for it in self._folder.loaded if it.ref.name not in hidden),
         ]
 
+    async def look(self, body: object) -> None:
+        """Look for the adapters in the folder that a decoded JSON body names, so that `knows` knows them."""
+        if not isinstance(body, dict):
+            return
+        parameters = body.get("parameters")
+        given = (
+            body.get("model"),
+            parameters.get("adapter_id") if isinstance(parameters, dict) else None,
+        )
+        for name in given:
+            if isinstance(name, str):
+                await self.look_for(name)
+
+    async def look_for(self, name: str) -> None:
+        """Look for an adapter in the folder, so that `knows` knows it."""
+        if name not in self._served and name not in self._adapters:
+            await self._folder.look(name)
+
+    async def look_for_all(self) -> None:
+        """Look for the adapters of the folder that were read, so that `loaded` has none that was removed."""
+        await self._folder.look_for_all()
+
     def knows(self, name: str) -> bool:
-        """Whether a request may choose a name: it is in the table, or in the folder."""
+        """Whether a request may choose a name: it is in the table, or was found in the folder."""
         return name in self._adapters or name in self._folder
 
     def choose(self, name: str) -> None:
@@ -140,8 +162,10 @@ class AdapterTable:
             )
         if (problem := name_problem(name, self._served)) is not None:
             raise ValidationError(f"`lora_name` {quote('', name)} {problem}")
-        if not replace and self.knows(name):
-            raise self._refused(AdapterRefusal.TAKEN, name)
+        if not replace:
+            await self.look_for(name)
+            if self.knows(name):
+                raise self._refused(AdapterRefusal.TAKEN, name)
         is_here = _exists(path)
         with self._refusal(name, path):
             failed = None if is_here else self._failed_downloads.get(path)
@@ -166,6 +190,7 @@ class AdapterTable:
             UnknownModelError: there is none of this name.
             ValidationError: it is in the folder.
         """
+        await self.look_for(name)
         if name not in self._adapters and name in self._folder:
             raise ValidationError(
                 f"the adapter {quote('', name)} is in --lora-folder; it is unloaded when its folder is removed there"

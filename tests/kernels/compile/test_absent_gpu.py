@@ -256,7 +256,7 @@ folder = Path(FOLDER)
 config, model_config = engine_config(Settings(model="x"), folder), ModelConfig.from_folder(folder)
 kernel_cache.read_also(Path(SHIPPED))
 with absent_gpu(CATALOGUE[ARCH]) as device, compile_nothing():
-    limits = step_limits(config, model_config, CATALOGUE[ARCH])
+    limits = step_limits(config, model_config, CATALOGUE[ARCH], chunk=1)
     model = DecoderLM(model_config, torch.bfloat16, device)
     model.optimize()
     model.reserve_positions(limits.max_model_len)

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from deploy.build_hook import builds
 from kernels.cpu import library
 from kernels.cpu.library import BUILDS, choose
+from kernels.recurrent import cpu_library as recurrent
+from kernels.recurrent.problem import NORM_EPS
 from tests.kernels.cpu import evex
 from tests.kernels.cpu.hooks import pytest_report_header, runnable_builds
 
@@ -42,6 +45,20 @@ def test_a_processor_gets_the_first_build_whose_instructions_it_has(
     build = choose(machine, frozenset(features), capability)
 
     assert (build and build.name) == name
+
+
+def test_limits_of_recurrent_mixers_are_those_of_the_c_sources():
+    folder = Path(library.__file__).with_name("native")
+    text = "".join((folder / name).read_text() for name in ("vectors.h", "recurrent.h"))
+    stated = {
+        name: int(value) for name, value in re.findall(r"^#define (\w+) +(\d+)\b", text, re.M)
+    }
+
+    assert stated["LANES"] == recurrent._LANES
+    assert stated["MOST_WIDTH"] == recurrent._MOST_WIDTH
+    assert stated["MOST_STATE"] == recurrent._MOST_STATE
+    (eps,) = re.findall(r"sqrtf\(sum\(squares\) \+ (\S+)f\)", text)
+    assert float(eps) == NORM_EPS
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,6 @@ def test_whole_sequences_agree_with_the_formula_and_can_be_trained():
     check_trained(GatedDelta, delta_shape(), CHUNK + 6)
 
 
-@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(
     ("arch", "dtype", "size", "trainable", "name"),
     [
@@ -111,9 +110,7 @@ def test_whole_sequences_agree_with_the_formula_and_can_be_trained():
         ("cpu", "bfloat16", 128, True, "torch_recurrent"),
     ],
 )
-def test_one_kernel_serves_steps_with_equal_bits_and_others(
-    arch, dtype, size, trainable, name, invariant
-):
-    problem = RecurrentProblem(delta_shape(16, 16, 128, size), dtype, trainable, invariant)
+def test_kernels_by_processor_dtype_and_size_of_heads(arch, dtype, size, trainable, name):
+    problem = RecurrentProblem(delta_shape(16, 16, 128, size), dtype, trainable)
 
     assert select(problem, CATALOGUE[arch]).spec.name == name

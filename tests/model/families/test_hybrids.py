@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 
+from kernels.arch import CATALOGUE
 from model.adapters.targets import find_targets
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.errors import AdapterError, ModelFolderError, UnsupportedModelError
+from model.executors.layers.limits import nondeterministic
 from model.families.table import FAMILIES
 from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
 from model.network.spec import Attention
@@ -113,6 +115,27 @@ def test_the_first_files_of_lfm2_list_the_layers_with_attention_and_say_tie_embe
     assert not found.tied
     assert read("lfm2", **absent).tied
     assert kinds(read("lfm2", layer_types=None, full_attn_idxs=None)) == [Attention] * 4
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_gpu_has_deterministic_steps_only_where_our_kernels_compute_the_mixers(name):
+    network, arch = read(name), CATALOGUE["h100"]
+    wide = dataclasses.replace(
+        network,
+        layers=tuple(dataclasses.replace(it, mixer=widened(it.mixer)) for it in network.layers),
+    )
+
+    assert nondeterministic(network, "bfloat16", arch) == ()
+    (reason,) = nondeterministic(wide, "bfloat16", arch)
+    assert "torch_recurrent is not batch invariant" in reason
+    assert "convolutions of 2 to 8 tokens, not 9" in reason
+
+
+def widened(mixer):
+    """Return a mixer whose convolution is wider than our kernels for GPUs can compute."""
+    if isinstance(mixer, Parallel):
+        return dataclasses.replace(mixer, mixers=tuple(map(widened, mixer.mixers)))
+    return mixer if isinstance(mixer, Attention) else dataclasses.replace(mixer, width=9)
 
 
 def test_layers_of_granite4_rotate_where_the_file_says_so():

@@ -13,6 +13,7 @@ from model.checkpoint.dtypes import resolve_dtype
 from model.decoder import DecoderLM
 from model.errors import ModelError
 from model.executors.bound import deterministic_unsupported
+from model.executors.layers.recurrent import state_kernels
 from server.engine.core.start_checks import StartupError
 from server.engine.runner.start.quantization import resolved_quantization
 from server.engine.runner.start.runner_start import make_runner
@@ -45,7 +46,6 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
         with absent_gpu(arch) as device:
             resolved = resolved_quantization(config, model_config, arch)
             dtype = resolve_dtype(config.dtype, model_config, device)
-            limits = step_limits(config, model_config, arch)
             size = config.tensor_parallel
             model = DecoderLM(
                 model_config,
@@ -56,6 +56,8 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
             )
             model.optimize()
             model.unmeasured_kernels = config.unmeasured_kernels
+            chunk = state_kernels(model.network, model.dtype_name, arch).chunk
+            limits = step_limits(config, model_config, arch, chunk)
             model.reserve_positions(limits.max_model_len)
             for deterministic in (False, True):
                 runner = make_runner(model, config, num_blocks=1, deterministic=deterministic)

@@ -27,6 +27,7 @@ from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.memory import free_bytes
 from model.device.quantizations import quantization_name
 from model.errors import ModelError
+from model.executors.layers.recurrent import state_kernels
 from model.executors.single_launch import exact_rows
 from model.modules import load_modules, with_modules
 from model.network.matrix_shapes import slot_bytes
@@ -277,12 +278,14 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         device = _device(config.device, endpoint.rank if endpoint else 0, config.tensor_parallel)
         if config.compiled_kernels is not None:
             _read_compiled_kernels(Path(config.compiled_kernels), device)
-        limits = step_limits(config, model_config, detect(device))
         resolved = resolved_quantization(config, model_config, detect(device))
         quantization, in_library, has_products = resolved
         dtype = torch.float32
         if not has_products:
             dtype = resolve_dtype(config.dtype, model_config, device)
+        name = str(dtype).removeprefix("torch.")
+        chunk = state_kernels(model_config.network, name, detect(device)).chunk
+        limits = step_limits(config, model_config, detect(device), chunk)
         threads = _set_threads(config, device, native=in_library or has_products)
         set_num_threads(threads)
     communicator = None

@@ -25,18 +25,21 @@ _CPU_SEQUENCES: Final = 64
 _GPU_SEQUENCES: Final = 256
 
 
-def step_limits(config: EngineConfig, model: ModelConfig, arch: GPUArch) -> SchedulerConfig:
+def step_limits(
+    config: EngineConfig, model: ModelConfig, arch: GPUArch, chunk: int
+) -> SchedulerConfig:
     """Return the operator's limits, with defaults for those that are not set.
 
     Args:
         config: of the engine.
         model: configuration of the checkpoint.
         arch: the processor.
+        chunk: of its kernels for layers with a state of fixed size (`StateKernels.chunk`): steps divide prompts at
+            multiples of so many tokens.
 
     Raises:
         StartupError: the operator's limits are too low for prompts of layers with a state of fixed size.
     """
-    chunk = model.network.state("float32").chunk
     sequences, budget = config.max_num_seqs, config.max_num_batched_tokens
     prefill = config.max_prefill_tokens
     most = budget or prefill

@@ -88,6 +88,7 @@ def _install(app: FastAPI, context: AppContext) -> None:
     @app.get("/v1/models", **_describe_lookup(replies.ModelList))
     async def models() -> Response:
         """List the names of the served model and of its adapters."""
+        await context.adapters.look_for_all()
         return json_response(list_models(context, created))
 
     # Not a parameter of the function: FastAPI would document its own validation error.
@@ -96,7 +97,9 @@ def _install(app: FastAPI, context: AppContext) -> None:
 
     async def model(request: Request) -> Response:
         """Describe a model."""
-        return json_response(find_model(request.path_params["name"], context, created))
+        name = request.path_params["name"]
+        await context.adapters.look_for(name)
+        return json_response(find_model(name, context, created))
 
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], **one)
 

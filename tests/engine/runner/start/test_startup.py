@@ -7,13 +7,15 @@ import pytest
 
 from kernels import detect
 from kernels.arch import CATALOGUE, CPU
-from model.network.state import Fixed, StateSpec
+from kernels.cpu.library import load
 from server.engine.core.messages import EngineConfig, StartupFailed
 from server.engine.core.start_checks import StartupError
 from server.engine.link.engine_process import process
 from server.engine.link.protocol import EngineLaunch
 from server.engine.runner.start.quantization import resolved_quantization
 from server.engine.runner.start.step_limits import step_limits
+from tests.engine.runner.test_engine_model import greedy, make_engine
+from tests.model.checkpoint.hf_checkpoints import CASES
 from tests.model.configs import changed, model_config
 
 MODEL = model_config(
@@ -57,7 +59,7 @@ def test_default_limits_depend_on_the_device(arch, sequences, budget, prefill, e
         max_prefill_tokens=prefill,
     )
 
-    limits = step_limits(config, MODEL, processor(arch))
+    limits = step_limits(config, MODEL, processor(arch), chunk=1)
 
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.prefill_budget) == expected
 
@@ -86,39 +88,46 @@ def test_a_small_model_computes_more_tokens_of_prompts_alone(
     )
     config = EngineConfig(model_path="", model_id="", tensor_parallel=num_ranks)
 
-    assert step_limits(config, model, processor(arch)).prefill_budget == expected
-
-
-def hybrid(monkeypatch):
-    """Let the layers of `MODEL` keep a state of fixed size, in chunks of 64 tokens."""
-    state = StateSpec("float32", (Fixed(((8,),), ("float32",), 64),))
-    monkeypatch.setattr(type(MODEL.network), "state", lambda _network, _dtype: state)
+    assert step_limits(config, model, processor(arch), chunk=1).prefill_budget == expected
 
 
 @pytest.mark.parametrize(
     ("sequences", "budget", "expected"),
     [(None, None, (64, 512)), (None, 70, (7, 70)), (7, 70, (7, 70)), (2000, None, (2000, 4000))],
 )
-def test_a_step_of_a_hybrid_has_room_for_a_chunk(monkeypatch, sequences, budget, expected):
-    hybrid(monkeypatch)
+def test_a_step_of_a_hybrid_has_room_for_a_chunk(sequences, budget, expected):
     config = EngineConfig(
         model_path="", model_id="", max_num_seqs=sequences, max_num_batched_tokens=budget
     )
 
-    limits = step_limits(config, MODEL, CPU)
+    limits = step_limits(config, MODEL, CPU, chunk=64)
 
     assert (limits.max_num_seqs, limits.max_num_batched_tokens) == expected
 
 
 @pytest.mark.parametrize(("sequences", "budget", "least"), [(8, 70, 71), (None, 63, 64)])
-def test_too_few_tokens_for_a_step_of_a_hybrid_are_refused(monkeypatch, sequences, budget, least):
-    hybrid(monkeypatch)
+def test_too_few_tokens_for_a_step_of_a_hybrid_are_refused(sequences, budget, least):
     config = EngineConfig(
         model_path="", model_id="", max_num_seqs=sequences, max_num_batched_tokens=budget
     )
 
     with pytest.raises(StartupError, match=rf"tokens is {budget}; at least {least} is needed"):
-        step_limits(config, MODEL, CPU)
+        step_limits(config, MODEL, CPU, chunk=64)
+
+
+@pytest.mark.skipif(isinstance(load(), str), reason=str(load()))
+def test_kernels_that_compute_token_by_token_need_no_room_for_a_chunk(tmp_path):
+    CASES["granite4"].save(tmp_path)
+    limits = {"max_num_batched_tokens": 64, "quantization": "none"}
+
+    engine = make_engine(tmp_path, max_num_seqs=32, **limits)
+
+    prompts = [[2 + (7 * i + j) % 90 for j in range(50)] for i in range(3)]
+    found = engine.generate([greedy(i, prompt, 4) for i, prompt in enumerate(prompts)])
+    assert list(map(len, found)) == [4] * 3
+    assert make_engine(tmp_path, **limits).engine.info.max_num_seqs == 64
+    with pytest.raises(StartupError, match=r"at least 95 is needed .* at multiples of 64 tokens"):
+        make_engine(tmp_path, max_num_seqs=32, dtype="bfloat16", **limits)
 
 
 @pytest.mark.parametrize(
