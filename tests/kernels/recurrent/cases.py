@@ -254,6 +254,30 @@ def check_decays(kernel: Any, shape, decay, **spread):
     step.check(kernel)
 
 
+def check_mean_error(kernel: Any, step, blocks, factor=1.2):
+    """Assert that the mean error is that of the field's formula in the precision of the inputs, for a step of prompts.
+
+    The mean, since the largest errors are those of the few vectors that the norm enlarges.
+
+    Args:
+        kernel: the class of the kernel.
+        step: its prompts write states.
+        blocks: the formula.
+        factor: the most by which the mean error may be larger than the formula's.
+    """
+    out, states = step.run(kernel)
+    exact, rounded = step.references(torch.float64), step.references(step.dtype, blocks)
+    for it, tokens, truth, same in zip(step.sequences, step.tokens, exact, rounded, strict=True):
+        pairs = [(out[tokens], same.out.to(step.dtype), truth.out)]
+        found = (state[it.write] for state in states)
+        pairs += zip(found, same.states, truth.states, strict=True)
+        for ours, plain, wanted in pairs:
+            error, allowed = (
+                (one.double() - wanted).square().mean().sqrt() for one in (ours, plain)
+            )
+            assert error <= factor * allowed + 1e-7 * wanted.abs().max()
+
+
 def check_nothing_written(kernel: Any, shape):
     """Assert that unused rows, whatever their inputs, a prompt without tokens and a step of nothing write no state."""
     for step, length in (

@@ -21,6 +21,7 @@ from tests.kernels.recurrent.cases import (
     check_decays,
     check_divided,
     check_kept_blocks,
+    check_mean_error,
     check_nothing_written,
     delta_shape,
     make_weights,
@@ -102,16 +103,10 @@ def test_the_largest_heads():
 
 @pytest.mark.parametrize("decay", [-6.0, 0.0])
 def test_half_precision_is_as_exact_as_that_of_the_field(decay):
-    """The mean error, since the largest ones are those of the few vectors that the norm enlarges."""
-    shape, half = delta_shape(1, 1, 128, 64), torch.float16
-    step = Step(shape, prompts=[Sequence(200, 0, NEW, 0)], dtype=half, decay=decay)
+    prompts = [Sequence(200, 0, NEW, 0)]
+    step = Step(delta_shape(1, 1, 128, 64), prompts=prompts, dtype=torch.float16, decay=decay)
 
-    out, (_, state) = step.run(GatedDelta)
-
-    (truth,), (same,) = step.references(torch.float64), step.references(half, gated_delta_blocks)
-    for pair in ((out, same.out.to(half), truth.out), (state[0], same.states[1], truth.states[1])):
-        error, plain = ((it.double() - pair[2]).square().mean().sqrt() for it in pair[:2])
-        assert error <= 1.2 * plain
+    check_mean_error(GatedDelta, step, gated_delta_blocks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
