@@ -13,7 +13,12 @@ in turns, and the figures are those of all rounds together. The times of a singl
 `--samples`: read from a file that the operating system has to fetch from the disk or has in memory, and written from
 memory to a slot.
 
+With `--decode` it measures the time of a decode step instead: of sequences without adapters where the service has none
+(disabled) and where it has (model), of one adapter for all (one), and of an adapter for each, up to the slots (each).
+All sequences begin at once; the time is the median between two tokens of a sequence.
+
     python -m benchmarks.adapters [--adapters 1000] [--slots 16] [--streams 32]
+    python -m benchmarks.adapters --decode 1 64 --slots 64 --adapters 64 --device cuda --dummy --model FOLDER
 """
 
 from __future__ import annotations
@@ -57,8 +62,7 @@ _ITEM_BYTES: Final = 2
 def write_adapters(
     model: ModelConfig, folder: Path, count: int, rank: int, seed: int = 0
 ) -> list[AdapterRef]:
-    """Write adapters in float16 with random matrices for all linear layers of a model; return them."""
-    rng = np.random.default_rng(seed)
+    """Write adapters in float16 for all linear layers of a model, the same random numbers shifted; return them."""
     shapes = {}
     for name, target in find_targets(model).items():
         shapes[f"base_model.model.{name}.lora_A.weight"] = (rank, target.inputs)
@@ -71,12 +75,16 @@ def write_adapters(
     encoded = json.dumps(header).encode()
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank}
     reader, found = AdapterReader(model, rank), []
+    values = (
+        np.random.default_rng(seed).standard_normal(end // _ITEM_BYTES, dtype=np.float32) * 0.01
+    )
+    halves = values.astype("<f2")
     for number in range(count):
         path = folder / str(number)
         path.mkdir()
         (path / CONFIG).write_text(json.dumps(config))
-        values = rng.standard_normal(end // _ITEM_BYTES, dtype=np.float32) * 0.01
-        content = len(encoded).to_bytes(8, "little") + encoded + values.astype("<f2").tobytes()
+        shifted = np.roll(halves, number)
+        content = len(encoded).to_bytes(8, "little") + encoded + shifted.tobytes()
         with (path / WEIGHTS).open("wb") as file:
             file.write(content)
             os.fsync(file.fileno())
@@ -258,6 +266,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500, help="of each load in a round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--samples", type=int, default=50)
+    parser.add_argument("--decode", type=int, nargs="+", help="sequences of a decode step")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dummy", action="store_true", help="random weights of the model's shape")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--threads", type=int, help="of the engine; default: as the service")
     add_bookkeeping(parser)
@@ -266,8 +277,11 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         adapters = write_adapters(model, Path(folder), options.adapters, options.rank)
-        for host in options.host:
-            rows += measure(adapters, host, options)
+        if options.decode:
+            rows += decode(adapters, options)
+        else:
+            for host in options.host:
+                rows += measure(adapters, host, options)
     write_report("adapters", rows, ("torch",), folder=options.out, revision=options.commit)
 
 
@@ -275,22 +289,7 @@ def measure(
     adapters: list[AdapterRef], host: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return the records of an engine that holds a number of adapters in host memory."""
-    config = EngineConfig(
-        model_path=str(resolve(options.model)),
-        model_id=options.model,
-        device="cpu",
-        quantization=options.quantization,
-        cpu_threads=options.threads,
-        block_size=_BLOCK_SIZE,
-        max_num_seqs=options.streams,
-        max_model_len=options.prompt_tokens + options.output_tokens,
-        enable_prefix_caching=False,
-        max_draft_tokens=0,
-        max_loras=options.slots,
-        max_lora_rank=options.rank,
-        max_cpu_loras=host,
-    )
-    local = LocalEngine(config)
+    local = make_engine(options, options.streams, options.slots, host)
     streams, kinds = Streams(local, options), loads(adapters, options)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
     for _ in range(options.rounds):
@@ -301,6 +300,70 @@ def measure(
     found += single(local.engine, adapters, options.samples)
     local.close()
     return found
+
+
+def decode(adapters: list[AdapterRef], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return records with the times of decode steps."""
+    chosen = adapters[: options.slots]
+    kinds: dict[str, Callable[[], Iterator[AdapterRef | None]]] = {
+        "model": lambda: itertools.repeat(None),
+        "one": lambda: itertools.repeat(chosen[0]),
+        "each": lambda: itertools.cycle(chosen),
+    }
+    records = []
+    for slots in (0, options.slots):
+        local = make_engine(options, max(options.decode), slots, len(adapters))
+        streams = Streams(local, options)
+        for count in options.decode:
+            options.streams = count
+            names = list(kinds) if slots else ["disabled"]
+            gaps: dict[str, list[float]] = {name: [] for name in names}
+            for name in names:
+                streams.run(kinds.get(name, kinds["model"])(), count)
+                local.use_idle_time()  # records the steps that the first run needed
+            for _ in range(options.rounds):
+                for name in names:
+                    found = streams.run(kinds.get(name, kinds["model"])(), count)
+                    gaps[name].append(statistics.median(found["gaps"]))
+            for name in names:
+                record = {
+                    "load": name,
+                    "sequences": count,
+                    "step_ms": _ms(statistics.median(gaps[name])),
+                }
+                print(record, flush=True)
+                records.append(record)
+        local.close()
+    return records
+
+
+def make_engine(options: argparse.Namespace, sequences: int, slots: int, host: int) -> LocalEngine:
+    """Return an engine for some sequences at a time.
+
+    Args:
+        options: of the command.
+        sequences: how many.
+        slots: of adapters on the device; 0 if the service has none.
+        host: adapters in host memory.
+    """
+    on_cpu = options.device == "cpu"
+    config = EngineConfig(
+        model_path=str(resolve(options.model)),
+        model_id=options.model,
+        device=options.device,
+        load_format="dummy" if options.dummy else "auto",
+        quantization=options.quantization,
+        cpu_threads=options.threads,
+        max_num_seqs=sequences,
+        max_model_len=options.prompt_tokens + options.output_tokens,
+        enable_prefix_caching=False,
+        max_draft_tokens=0,
+        max_loras=slots,
+        max_lora_rank=options.rank,
+        max_cpu_loras=host,
+        **({"block_size": _BLOCK_SIZE} if on_cpu else {}),
+    )
+    return LocalEngine(config)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from server.engine.core.messages import EngineConfig
 from server.engine.core.request import AdapterRef, GenerateRequest
 from tests.kernels.references.problems import assert_no_worse_than
 from tests.model.adapters.peft_adapters import adapted
-from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
+from tests.model.checkpoint.hf_checkpoints import VOCAB_SIZE, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -80,7 +80,7 @@ def test_a_row_has_the_same_bits_beside_any_others():
 def test_recorded_steps_with_adapters_give_the_tokens_that_each_request_gets_alone(
     tmp_path, deterministic
 ):
-    plain = CASES["llama"].save(tmp_path / "base")
+    plain = Case("Llama", {"head_dim": 64}).save(tmp_path / "base")
     names = ("a", "b", "c", "d")
     for seed, name in enumerate(names):
         adapted(copy.deepcopy(plain), tmp_path / name, 16, seed=seed, std=0.3)

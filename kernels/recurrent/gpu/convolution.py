@@ -1,8 +1,8 @@
-"""The causal convolution of recurrent mixers in Triton.
+"""The causal convolution of prompts in Triton; `kernels.recurrent.gpu.row_convolution` has that of decode rows.
 
 A state is often replaced in its slot, so nothing may write it before all programs have read it. Of a prompt, the
 program of the first tile is the only one that reads the state, since a tile has more tokens than the convolution has
-taps, and the only one that writes it. Of a decode row, a program reads and writes channels that no other one has.
+taps, and the only one that writes it.
 """
 
 from __future__ import annotations
@@ -134,46 +134,6 @@ def store_inputs(
     """Store what `last_inputs` returns in the state of a slot."""
     tap = tl.arange(0, TAPS)[:, None]
     tl.store(state + tap * C + channel, inputs, mask=exists & (tap < W - 1))
-
-
-@triton.jit
-def load_taps(
-    state, stride, slot, channel, exists, C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr
-):
-    """Load the last W - 1 inputs of some channels, [TAPS, channels] float32; zeros past them and of slot -1."""
-    tap = tl.arange(0, TAPS)[:, None]
-    mask = exists[None, :] & (tap < W - 1) & (slot >= 0)
-    return tl.load(state + slot * stride + tap * C + channel[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def convolve_token(
-    taps, new, weight, bias, channel, exists,
-    W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Return the convolution of one token, [channels], from the inputs before it, as of `load_taps`, and its input."""
-    tap = tl.arange(0, TAPS)[:, None]
-    at = weight + channel[None, :] * W + tap
-    factors = tl.load(at, mask=exists[None, :] & (tap < W - 1), other=0.0).to(tl.float32)
-    last = tl.load(weight + channel * W + (W - 1), mask=exists, other=0.0).to(tl.float32)
-    total = tl.sum(taps * factors, 0) + new * last
-    if BIAS:
-        total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def store_taps(
-    state, stride, slot, taps, new, channel, exists,
-    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """Store the last W - 1 inputs after a token; call it when all have read those before, unless the slot is -1."""
-    tap = tl.arange(0, TAPS)[:, None]
-    at = state + slot * stride + channel
-    mask = exists & (slot >= 0)
-    shifted = mask[None, :] & (tap > 0) & (tap < W - 1)
-    tl.store(at[None, :] + (tap - 1) * C, taps, mask=shifted)
-    tl.store(at + (W - 2) * C, new, mask=mask)
 
 
 def taps(width: int) -> int:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 _MOST_ROWS: Final = 1024
 """Of a launch for decode rows."""
 _TILE: Final = 16384
-"""Elements of the state that a program of a decode row holds in registers."""
+"""Elements of the state that a program of a decode row computes at a time, while it loads as many."""
+_THREAD_TILE: Final = 64
+"""Of these, in the registers of a thread."""
 _ROWS: Final = 32
 """Tokens that a program convolves."""
 _SLICE: Final = 32
@@ -108,9 +110,9 @@ class GatedDelta(pytorch.GatedDelta):
             projected, gates, *self._arguments, self._norm, conv_state, state, slots, out, self._arrivals,
             projected.stride(0), gates.stride(0), conv_state.stride(0), state.stride(0), shape.eps,
             shape.key_dim**-0.5,
-            **self._sizes, **self._has_bias, BV=values, PARTS=triton.cdiv(shape.value_dim, values),
-            TAPS=triton.next_power_of_2(shape.width),
-            num_warps=max(1, min(8, keys * values // 2048)),
+            **self._sizes, **self._has_bias, BV=values,
+            PARTS=triton.next_power_of_2(triton.cdiv(shape.value_dim, values)),
+            TAPS=triton.next_power_of_2(shape.width), num_warps=max(1, min(16, keys * values // _THREAD_TILE // 32)),
         )  # fmt: skip
 
     def _prompts(

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kernels.gpu.functions import silu
 from kernels.recurrent import problem
+from kernels.recurrent.gpu.row_convolution import convolve_row, load_row, store_inputs
 from kernels.recurrent.gpu.tiles import is_last, softplus
 
 LEAST_DECAY = tl.constexpr(problem.LEAST_DECAY)
@@ -37,59 +38,6 @@ def load_gates(gates, a_log, dt_bias, head, mask, H: tl.constexpr):
     g = -rate * softplus(a + tl.load(dt_bias + head).to(tl.float32))
     g = tl.where(mask, tl.maximum(g, LEAST_DECAY), 0.0)
     return g, tl.where(mask, 1.0 / (1.0 + tl.exp(-b)), 0.0)
-
-
-@triton.jit
-def convolve_row(
-    x, conv, bias, before, has_state, channel, exists,
-    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Convolve the input of one token and apply SiLU; [channels] float32.
-
-    Args:
-        x: [C], of the token.
-        conv: [W, C].
-        bias: [C], where BIAS.
-        before: [W - 1, C] float32, inputs of the tokens before.
-        has_state: whether there are such tokens.
-        channel: of the result.
-        exists: which of them exist; others give 0.
-        TAPS: a power of two, at least W.
-    """
-    # One tile, whose loads each thread does for few channels; the threads exchange the sums.
-    tap = tl.arange(0, TAPS)[:, None]
-    channels = channel[None, :]
-    old = tl.load(
-        before + tap * C + channels, mask=exists[None, :] & (tap < W - 1) & has_state, other=0.0
-    )
-    new = tl.load(x + channels, mask=exists[None, :] & (tap == W - 1), other=0.0).to(tl.float32)
-    factors = tl.load(conv + tap * C + channels, mask=exists[None, :] & (tap < W), other=0.0)
-    total = tl.sum((old + new) * factors.to(tl.float32), 0)
-    if BIAS:
-        total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
-    return silu(total)
-
-
-@triton.jit
-def replace_inputs(x, before, after, has_state, channel, exists, C: tl.constexpr, W: tl.constexpr):
-    """Write the last W - 1 inputs of some channels after a token; all programs have read those before.
-
-    Args:
-        x: [C], of the token.
-        before: [W - 1, C] float32.
-        after: likewise, maybe the same.
-        has_state: whether `before` is read.
-        channel: which.
-        exists: which of them exist.
-    """
-    for tap in tl.static_range(W - 2):
-        value = tl.load(before + (tap + 1) * C + channel, mask=exists & has_state, other=0.0)
-        # All threads have loaded what is replaced here, which the iteration before did.
-        tl.debug_barrier()
-        tl.store(after + tap * C + channel, value, mask=exists)
-    tl.debug_barrier()
-    value = tl.load(x + channel, mask=exists, other=0.0).to(tl.float32)
-    tl.store(after + (W - 2) * C + channel, value, mask=exists)
 
 
 @triton.jit
@@ -123,7 +71,7 @@ def gated_delta_step(
         scale: of queries.
         BK: a power of two, at least DK.
         TAPS: a power of two, at least W.
-        BV: a power of two; PARTS of them hold DV. With several parts, the state is read twice.
+        BV: a power of two; PARTS of them, likewise, hold DV. The next part is loaded while one is computed.
     """
     C: tl.constexpr = 2 * G * DK + H * DV
     head = tl.program_id(0)
@@ -140,56 +88,63 @@ def gated_delta_step(
     source = state + read * state_stride + head * (DK * DV)
     target = state + write * state_stride + head * (DK * DV)
     value = tl.arange(0, BV)
+    is_tile = (key < DK) & has_state
+    at_tile = key * DV + value[None, :]
     # The first loads, since they take longest.
-    tile = tl.load(
-        source + key * DV + value[None, :], mask=(key < DK) & (value < DV)[None, :] & has_state, other=0.0
-    )  # fmt: skip
+    tile = tl.load(source + at_tile, mask=is_tile & (value < DV)[None, :], other=0.0)
     is_key = place < DK
     q_channel = group * DK + place
     k_channel = (G + group) * DK + place
-    q = convolve_row(x, conv, bias, before, has_state, q_channel, is_key, C, W, TAPS, BIAS)
-    k = convolve_row(x, conv, bias, before, has_state, k_channel, is_key, C, W, TAPS, BIAS)
-    q = unit(q, 0) * scale
-    k = unit(k, 0)
-    kq = tl.sum(k * q, 0)
+    v_channel = 2 * G * DK + head * DV + value
+    of_q, q_factors, q_added = load_row(
+        x, conv, bias, before, has_state, q_channel, is_key, C, W, TAPS, BIAS
+    )
+    of_k, k_factors, k_added = load_row(
+        x, conv, bias, before, has_state, k_channel, is_key, C, W, TAPS, BIAS
+    )
+    of_v, v_factors, v_added = load_row(
+        x, conv, bias, before, has_state, v_channel, value < DV, C, W, TAPS, BIAS
+    )
+    g, beta = load_gates(gates + row * gates_stride, a_log, dt_bias, head, True, H)
+    part = tl.arange(0, PARTS)[:, None]
+    values = part * BV + value[None, :]
+    is_value = values < DV
+    z = tl.load(x + C + head * DV + values, mask=is_value, other=0.0).to(tl.float32)
+    weight = tl.load(norm + values, mask=is_value, other=0.0).to(tl.float32)
     replaces = write >= 0
     if H > G:
         # While the state is loaded.
         replaces &= is_last(arrivals + row * G + group, H // G)
-    g, beta = load_gates(gates + row * gates_stride, a_log, dt_bias, head, True, H)
+    q = unit(silu(convolve_row(of_q, q_factors, q_added)), 0) * scale
+    k = unit(silu(convolve_row(of_k, k_factors, k_added)), 0)
+    kq = tl.sum(k * q, 0)
     decay = tl.exp(g)
-    squares = 0.0
-    for again in tl.static_range(1 if PARTS == 1 else 2):
-        for part in tl.static_range(PARTS):
-            at = part * BV + value
-            is_value = at < DV
-            exists = (key < DK) & is_value[None, :]
-            if again + part > 0:
-                tile = tl.load(source + key * DV + at[None, :], mask=exists & has_state, other=0.0)
-            channel = 2 * G * DK + head * DV + at
-            v = convolve_row(x, conv, bias, before, has_state, channel, is_value, C, W, TAPS, BIAS)
-            known = tl.sum(tile * k[:, None], 0)
-            seen = tl.sum(tile * q[:, None], 0)
-            new = beta * (v - decay * known)
-            o = tl.where(is_value, decay * seen + kq * new, 0.0)
-            if again == 0:
-                squares += tl.sum(o * o, 0)
-            if again == 1 or PARTS == 1:
-                tl.store(
-                    target + key * DV + at[None, :], decay * tile + k[:, None] * new[None, :],
-                    mask=exists & (write >= 0),
-                )  # fmt: skip
-                z = tl.load(x + C + head * DV + at, mask=is_value, other=0.0).to(tl.float32)
-                weight = tl.load(norm + at, mask=is_value, other=0.0).to(tl.float32)
-                y = o * (1.0 / tl.sqrt(squares / DV + eps)) * weight * silu(z)
-                tl.store(
-                    out + (row * H + head) * DV + at, y.to(out.dtype.element_ty), mask=is_value
-                )
-    if write >= 0:
-        for part in tl.static_range(PARTS):
-            at = part * BV + value
-            channel = 2 * G * DK + head * DV + at
-            replace_inputs(x, before, after, has_state, channel, at < DV, C, W)
-    if replaces:
-        replace_inputs(x, before, after, has_state, q_channel, is_key, C, W)
-        replace_inputs(x, before, after, has_state, k_channel, is_key, C, W)
+    o = tl.zeros([PARTS, BV], tl.float32)
+    for i in tl.static_range(PARTS):
+        at = i * BV + value
+        next_tile, of_next, next_factors, next_added = tile, of_v, v_factors, v_added
+        if i + 1 < PARTS:
+            next_tile = tl.load(
+                source + at_tile + (i + 1) * BV, mask=is_tile & (at + BV < DV)[None, :], other=0.0
+            )
+            of_next, next_factors, next_added = load_row(
+                x, conv, bias, before, has_state, v_channel + (i + 1) * BV, at + BV < DV, C, W, TAPS, BIAS
+            )  # fmt: skip
+        v = silu(convolve_row(of_v, v_factors, v_added))
+        known = tl.sum(tile * k[:, None], 0)
+        seen = tl.sum(tile * q[:, None], 0)
+        new = beta * (v - decay * known)
+        tl.store(
+            target + at_tile + i * BV, decay * tile + k[:, None] * new[None, :],
+            mask=(key < DK) & (at < DV)[None, :] & (write >= 0),
+        )  # fmt: skip
+        o = tl.where(part == i, (decay * seen + kq * new)[None, :], o)
+        # All threads have loaded what is replaced here.
+        tl.debug_barrier()
+        store_inputs(after, of_v, v_channel + i * BV, (at < DV) & (write >= 0), C, W, TAPS)
+        tile, of_v, v_factors, v_added = next_tile, of_next, next_factors, next_added
+    store_inputs(after, of_q, q_channel, is_key & replaces, C, W, TAPS)
+    store_inputs(after, of_k, k_channel, is_key & replaces, C, W, TAPS)
+    o = tl.where(is_value, o, 0.0)
+    y = o * (1.0 / tl.sqrt(tl.sum(o * o) / DV + eps)) * weight * silu(z)
+    tl.store(out + (row * H + head) * DV + values, y.to(out.dtype.element_ty), mask=is_value)

@@ -14,13 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.functions import silu
-from kernels.recurrent.gpu.convolution import (
-    convolve_token,
-    load_inputs,
-    load_taps,
-    store_taps,
-    taps,
-)
+from kernels.recurrent.gpu.row_convolution import convolve_row, load_row, store_inputs
 from kernels.recurrent.gpu.tiles import is_last, softplus
 
 if TYPE_CHECKING:
@@ -28,8 +22,10 @@ if TYPE_CHECKING:
 
     from kernels.recurrent.problem import Mamba2Shape, RecurrentWeights
 
-_ELEMENTS: Final = 4096
+_ELEMENTS: Final = 8192
 """Of a state, of one program."""
+_THREAD_ELEMENTS: Final = 64
+"""Of these, in the registers of a thread."""
 _NORMALIZED: Final = 4096
 """Elements of a group that are loaded at once."""
 _ROWS: Final = 1024
@@ -52,7 +48,7 @@ def step_mamba2(
         projected: [R, z | x | b | c | dt].
         conv_state: [S, W - 1, channels] float32, slots at any distance.
         state: [S, H, P, N] float32, likewise.
-        conv: [channels, W].
+        conv: [W, channels].
         conv_bias: [channels], where BIAS.
         a_log, dt_bias, d: [H] float32.
         norm: [H * P], where there is a NORM.
@@ -79,37 +75,45 @@ def step_mamba2(
     h = tl.load(state + read * state_stride + tile, mask=is_tile & (read >= 0), other=0.0)
     z = projected + row * stride
     mixed = z + INNER
+    before, after = conv_state + read * conv_stride, conv_state + write * conv_stride
     of_x = head * P + p
     of_b = INNER + group * N + n
     of_c = of_b + G * N
-    taps_x = load_taps(conv_state, conv_stride, read, of_x, is_p, C, W, TAPS)
-    taps_b = load_taps(conv_state, conv_stride, read, of_b, is_n, C, W, TAPS)
-    taps_c = load_taps(conv_state, conv_stride, read, of_c, is_n, C, W, TAPS)
-    new_x = load_inputs(mixed, 0, of_x, is_p, C, False)
-    new_b = load_inputs(mixed, 0, of_b, is_n, C, False)
-    new_c = load_inputs(mixed, 0, of_c, is_n, C, False)
-    x = silu(convolve_token(taps_x, new_x, conv, conv_bias, of_x, is_p, W, TAPS, BIAS))
-    b = silu(convolve_token(taps_b, new_b, conv, conv_bias, of_b, is_n, W, TAPS, BIAS))
-    c = silu(convolve_token(taps_c, new_c, conv, conv_bias, of_c, is_n, W, TAPS, BIAS))
-    dt = softplus(tl.load(mixed + C + head).to(tl.float32) + tl.load(dt_bias + head))
-    dt = tl.minimum(tl.maximum(dt, least_dt), largest_dt)
-    decay = tl.exp(-tl.exp(tl.load(a_log + head)) * dt)
-    h = h * decay + (x * dt)[:, None] * b[None, :]
-    tl.store(state + write * state_stride + tile, h, mask=is_tile & (write >= 0))
-    y = tl.sum(h * c[None, :], 1) + tl.load(d + head) * x
+    x_inputs, x_factors, x_added = load_row(
+        mixed, conv, conv_bias, before, read >= 0, of_x, is_p, C, W, TAPS, BIAS
+    )
+    b_inputs, b_factors, b_added = load_row(
+        mixed, conv, conv_bias, before, read >= 0, of_b, is_n, C, W, TAPS, BIAS
+    )
+    c_inputs, c_factors, c_added = load_row(
+        mixed, conv, conv_bias, before, read >= 0, of_c, is_n, C, W, TAPS, BIAS
+    )
+    dt = tl.load(mixed + C + head).to(tl.float32) + tl.load(dt_bias + head)
+    log_decay, skip = tl.load(a_log + head), tl.load(d + head)
+    gate = tl.zeros([ROWS], tl.float32)
     if NORM != NORM_BEFORE_GATE:
-        y *= silu(tl.load(z + of_x, mask=is_p, other=0.0).to(tl.float32))
+        gate = tl.load(z + of_x, mask=is_p, other=0.0).to(tl.float32)
+    x = silu(convolve_row(x_inputs, x_factors, x_added))
+    b = silu(convolve_row(b_inputs, b_factors, b_added))
+    c = silu(convolve_row(c_inputs, c_factors, c_added))
+    dt = tl.minimum(tl.maximum(softplus(dt), least_dt), largest_dt)
+    h = h * tl.exp(-tl.exp(log_decay) * dt) + (x * dt)[:, None] * b[None, :]
+    y = tl.sum(h * c[None, :], 1) + skip * x
+    if NORM != NORM_BEFORE_GATE:
+        y *= silu(gate)
     line = row * INNER
     if NORM == NO_NORM:
         tl.store(out + line + of_x, y.to(out.dtype.element_ty), mask=is_p)
     else:
         tl.store(scratch + line + of_x, y, mask=is_p)
+    # The state is stored after it, since the arrival waits for all stores before.
     last = is_last(counters + row * G + group, H // G * PARTS)
+    tl.store(state + write * state_stride + tile, h, mask=is_tile & (write >= 0))
     # No other program has read these.
-    store_taps(conv_state, conv_stride, write, taps_x, new_x, of_x, is_p, C, W, TAPS)
+    store_inputs(after, x_inputs, of_x, is_p & (write >= 0), C, W, TAPS)
     if last:
-        store_taps(conv_state, conv_stride, write, taps_b, new_b, of_b, is_n, C, W, TAPS)
-        store_taps(conv_state, conv_stride, write, taps_c, new_c, of_c, is_n, C, W, TAPS)
+        store_inputs(after, b_inputs, of_b, is_n & (write >= 0), C, W, TAPS)
+        store_inputs(after, c_inputs, of_c, is_n & (write >= 0), C, W, TAPS)
         if NORM != NO_NORM:
             first = group * (INNER // G)
             normalize(
@@ -164,6 +168,7 @@ class Step:
 
     def __init__(self, shape: Mamba2Shape, weights: RecurrentWeights) -> None:
         self.shape, self.weights = shape, weights
+        self._conv = weights.conv.t().contiguous()
         self._counters = self._zeros(_ROWS)
 
     def _zeros(self, rows: int) -> Tensor:
@@ -195,10 +200,11 @@ class Step:
         )
         counters = self._counters if rows <= _ROWS else self._zeros(rows)
         step_mamba2[shape.num_heads * triton.cdiv(shape.head_dim, tile_rows), rows](
-            projected, *states, weights.conv, weights.conv if weights.conv_bias is None else weights.conv_bias,
-            weights.a_log, weights.dt_bias, weights.d, weights.norm if has_norm else weights.conv, scratch, counters,
+            projected, *states, self._conv, self._conv if weights.conv_bias is None else weights.conv_bias,
+            weights.a_log, weights.dt_bias, weights.d, weights.norm if has_norm else self._conv, scratch, counters,
             out, slots, projected.stride(0), *(it.stride(0) for it in states), shape.eps or 0.0, *shape.dt_limits,
             H=shape.num_heads, P=shape.head_dim, N=shape.state_dim, G=shape.num_groups, W=shape.width,
-            TAPS=taps(shape.width), BIAS=weights.conv_bias is not None, NORM=norm_kind(shape), ROWS=tile_rows,
-            COLUMNS=columns, GROUP=group_block(shape), num_warps=4,
+            TAPS=triton.next_power_of_2(shape.width), BIAS=weights.conv_bias is not None, NORM=norm_kind(shape),
+            ROWS=tile_rows, COLUMNS=columns, GROUP=group_block(shape),
+            num_warps=max(1, min(8, tile_rows * columns // (32 * _THREAD_ELEMENTS))),
         )  # fmt: skip

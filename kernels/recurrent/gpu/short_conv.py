@@ -8,19 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.recurrent.gpu.convolution import (
-    causal_conv_of_prompts,
-    convolve_token,
-    load_inputs,
-    load_taps,
-    store_taps,
-    taps,
-)
+from kernels.recurrent.gpu.convolution import causal_conv_of_prompts
+from kernels.recurrent.gpu.row_convolution import convolve_row, load_row, store_inputs
 from kernels.recurrent.pytorch import short_conv as pytorch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.recurrent.problem import RecurrentWeights, ShortConvShape
     from kernels.recurrent.segments import Segments
 
 _CHANNELS: Final = 256
@@ -29,14 +24,14 @@ _CHANNELS: Final = 256
 
 @triton.jit
 def step_short_conv(
-    x, weight, bias, state, out, slots, x_stride, state_stride,
+    x, conv, bias, state, out, slots, x_stride, state_stride,
     C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Compute some channels of one decode row; program (channels, row).
 
     Args:
         x: [R, b | c | x].
-        weight: [C, W].
+        conv: [W, C].
         bias: [C], where BIAS.
         state: [S, W - 1, C] float32, slots at any distance.
         out: [R, C].
@@ -47,18 +42,25 @@ def step_short_conv(
     exists = channel < C
     read = tl.load(slots + 2 * row).to(tl.int64)
     write = tl.load(slots + 2 * row + 1).to(tl.int64)
-    before = load_taps(state, state_stride, read, channel, exists, C, W, TAPS)
-    new = load_inputs(x, row * x_stride, channel, exists, C, True)
-    total = convolve_token(before, new, weight, bias, channel, exists, W, TAPS, BIAS)
-    c = tl.load(x + row * x_stride + C + channel, mask=exists, other=0.0).to(tl.float32)
-    tl.store(out + row * C + channel, (c * total).to(out.dtype.element_ty), mask=exists)
+    x += row * x_stride
+    before, after = state + read * state_stride, state + write * state_stride
+    inputs, factors, added = load_row(
+        x, conv, bias, before, read >= 0, channel, exists, C, W, TAPS, BIAS, GATED=True
+    )
+    c = tl.load(x + C + channel, mask=exists, other=0.0).to(tl.float32)
+    total = c * convolve_row(inputs, factors, added)
+    tl.store(out + row * C + channel, total.to(out.dtype.element_ty), mask=exists)
     # All threads have read the state.
     tl.debug_barrier()
-    store_taps(state, state_stride, write, before, new, channel, exists, C, W, TAPS)
+    store_inputs(after, inputs, channel, exists & (write >= 0), C, W, TAPS)
 
 
 class ShortConv(pytorch.ShortConv):
     """See `RecurrentKernel`: a token's bits depend on its sequence alone. PyTorch computes whole sequences."""
+
+    def __init__(self, shape: ShortConvShape, weights: RecurrentWeights) -> None:
+        super().__init__(shape, weights)
+        self._conv = weights.conv.t().contiguous()
 
     def __call__(
         self,
@@ -76,9 +78,10 @@ class ShortConv(pytorch.ShortConv):
         )
         if rows := segments.rows:
             step_short_conv[triton.cdiv(channels, _CHANNELS), rows](
-                projected, weight, weight if bias is None else bias, state, out, segments.slots, projected.stride(0),
-                state.stride(0),
-                C=channels, W=width, TAPS=taps(width), BIAS=bias is not None, CHANNELS=_CHANNELS, num_warps=4,
+                projected, self._conv, self._conv if bias is None else bias, state, out, segments.slots,
+                projected.stride(0), state.stride(0),
+                C=channels, W=width, TAPS=triton.next_power_of_2(width), BIAS=bias is not None, CHANNELS=_CHANNELS,
+                num_warps=4,
             )  # fmt: skip
         causal_conv_of_prompts(
             projected, weight, bias, state, segments, out[rows:], silu=False, gated=True
