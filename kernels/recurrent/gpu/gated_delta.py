@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.arch import HOPPER, TENSOR_MEMORY, detect
+from kernels.gpu.dependent_launch import dependent_launch, may_depend
 from kernels.recurrent.gpu.gated_delta_blocks import FACTORS, convolve_heads, solve_blocks
 from kernels.recurrent.gpu.gated_delta_carry import carry_states, gated_norm
 from kernels.recurrent.gpu.gated_delta_step import gated_delta_step
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 _MOST_ROWS: Final = 1024
 """Of a launch for decode rows."""
-_TILE: Final = 16384
+_TILE: Final = 4096
 """Elements of the state that a program of a decode row computes at a time, while it loads as many."""
-_THREAD_TILE: Final = 64
+_THREAD_TILE: Final = 32
 """Of these, in the registers of a thread."""
 _ROWS: Final = 32
 """Tokens that a program convolves."""
@@ -58,6 +59,7 @@ class GatedDelta(pytorch.GatedDelta):
         bias = weights.conv_bias if has_bias else conv
         self._arguments = conv, bias, self._a_log, self._dt_bias
         self._arch = detect(conv.device)
+        self._pdl = may_depend(self._arch, conv.device)
         # Not made at a call, which may be recorded: it must hold zeros before the first replay.
         counters = _MOST_ROWS * shape.num_key_heads if shape.num_heads > shape.num_key_heads else 1
         self._arrivals = torch.zeros(counters, dtype=torch.int32, device=conv.device)
@@ -112,7 +114,8 @@ class GatedDelta(pytorch.GatedDelta):
             shape.key_dim**-0.5,
             **self._sizes, **self._has_bias, BV=values,
             PARTS=triton.next_power_of_2(triton.cdiv(shape.value_dim, values)),
-            TAPS=triton.next_power_of_2(shape.width), num_warps=max(1, min(16, keys * values // _THREAD_TILE // 32)),
+            TAPS=triton.next_power_of_2(shape.width), num_warps=max(1, min(8, keys * values // _THREAD_TILE // 32)),
+            **dependent_launch(self._pdl),
         )  # fmt: skip
 
     def _prompts(

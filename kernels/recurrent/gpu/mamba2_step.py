@@ -1,8 +1,7 @@
-"""Mamba-2 of decode rows in Triton: convolution, state, gate and norm in one launch.
+"""Mamba-2 of decode rows in Triton: a launch for the convolution, and one for state, gate and norm.
 
-Each program has some rows of the state of one head. The inputs b and c of the convolution are those of all heads of a
-group, so all their programs convolve them, and the last one of the group to arrive writes their taps: by then all have
-read those before. It normalizes the group too. Which one is the last changes no bits.
+Each program of the latter has some rows of the state of one head. The last one of a group to arrive normalizes the
+group; which one that is changes no bits.
 """
 
 from __future__ import annotations
@@ -12,9 +11,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.arch import detect
+from kernels.gpu.dependent_launch import dependent_launch, may_depend
 from kernels.gpu.functions import silu
-from kernels.recurrent.gpu.row_convolution import convolve_row, load_row, store_inputs
+from kernels.recurrent.gpu.row_convolution import causal_conv_of_rows
 from kernels.recurrent.gpu.tiles import is_last, softplus
 
 if TYPE_CHECKING:
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
 
     from kernels.recurrent.problem import Mamba2Shape, RecurrentWeights
 
-_ELEMENTS: Final = 8192
+_ELEMENTS: Final = 4096
 """Of a state, of one program."""
-_THREAD_ELEMENTS: Final = 64
+_THREAD_ELEMENTS: Final = 32
 """Of these, in the registers of a thread."""
 _NORMALIZED: Final = 4096
 """Elements of a group that are loaded at once."""
@@ -37,23 +39,21 @@ NORM_BEFORE_GATE: Final = tl.constexpr(2)
 
 @triton.jit
 def step_mamba2(
-    projected, conv_state, state, conv, conv_bias, a_log, dt_bias, d, norm, scratch, counters, out, slots,
-    stride, conv_stride, state_stride, eps, least_dt, largest_dt,
-    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    projected, mixed, state, a_log, dt_bias, d, norm, scratch, counters, out, slots,
+    stride, state_stride, eps, least_dt, largest_dt,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute some elements of a head of one decode row; program (part of all heads, row).
 
     Args:
         projected: [R, z | x | b | c | dt].
-        conv_state: [S, W - 1, channels] float32, slots at any distance.
-        state: [S, H, P, N] float32, likewise.
-        conv: [W, channels].
-        conv_bias: [channels], where BIAS.
+        mixed: [R, x | b | c] float32, after the convolution.
+        state: [S, H, P, N] float32, slots at any distance.
         a_log, dt_bias, d: [H] float32.
         norm: [H * P], where there is a NORM.
         scratch: [R, H * P] float32, likewise.
-        counters: [R, G] int32, 0.
+        counters: [R, G] int32 of 0, likewise, which they are again afterwards.
         out: [R, H * P].
         slots: [R, 2].
         ROWS, COLUMNS: of the tile of a state.
@@ -62,6 +62,8 @@ def step_mamba2(
     PARTS: tl.constexpr = (P + ROWS - 1) // ROWS
     INNER: tl.constexpr = H * P
     C: tl.constexpr = INNER + 2 * G * N
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) // PARTS
     group = head // (H // G)
@@ -72,49 +74,39 @@ def step_mamba2(
     write = tl.load(slots + 2 * row + 1).to(tl.int64)
     tile = (head * P + p)[:, None] * N + n[None, :]
     is_tile = is_p[:, None] & is_n[None, :]
+    # No kernel of this step has written this state.
     h = tl.load(state + read * state_stride + tile, mask=is_tile & (read >= 0), other=0.0)
+    log_decay, bias, skip = tl.load(a_log + head), tl.load(dt_bias + head), tl.load(d + head)
+    if PDL:
+        gdc_wait()
     z = projected + row * stride
-    mixed = z + INNER
-    before, after = conv_state + read * conv_stride, conv_state + write * conv_stride
+    mixed += row * C
     of_x = head * P + p
-    of_b = INNER + group * N + n
-    of_c = of_b + G * N
-    x_inputs, x_factors, x_added = load_row(
-        mixed, conv, conv_bias, before, read >= 0, of_x, is_p, C, W, TAPS, BIAS
-    )
-    b_inputs, b_factors, b_added = load_row(
-        mixed, conv, conv_bias, before, read >= 0, of_b, is_n, C, W, TAPS, BIAS
-    )
-    c_inputs, c_factors, c_added = load_row(
-        mixed, conv, conv_bias, before, read >= 0, of_c, is_n, C, W, TAPS, BIAS
-    )
-    dt = tl.load(mixed + C + head).to(tl.float32) + tl.load(dt_bias + head)
-    log_decay, skip = tl.load(a_log + head), tl.load(d + head)
+    of_b = mixed + INNER + group * N + n
+    x = tl.load(mixed + of_x, mask=is_p, other=0.0)
+    b = tl.load(of_b, mask=is_n, other=0.0)
+    c = tl.load(of_b + G * N, mask=is_n, other=0.0)
+    dt = softplus(tl.load(z + INNER + C + head).to(tl.float32) + bias)
+    dt = tl.minimum(tl.maximum(dt, least_dt), largest_dt)
     gate = tl.zeros([ROWS], tl.float32)
     if NORM != NORM_BEFORE_GATE:
         gate = tl.load(z + of_x, mask=is_p, other=0.0).to(tl.float32)
-    x = silu(convolve_row(x_inputs, x_factors, x_added))
-    b = silu(convolve_row(b_inputs, b_factors, b_added))
-    c = silu(convolve_row(c_inputs, c_factors, c_added))
-    dt = tl.minimum(tl.maximum(softplus(dt), least_dt), largest_dt)
     h = h * tl.exp(-tl.exp(log_decay) * dt) + (x * dt)[:, None] * b[None, :]
     y = tl.sum(h * c[None, :], 1) + skip * x
     if NORM != NORM_BEFORE_GATE:
         y *= silu(gate)
     line = row * INNER
+    after = state + write * state_stride + tile
+    written = is_tile & (write >= 0)
     if NORM == NO_NORM:
         tl.store(out + line + of_x, y.to(out.dtype.element_ty), mask=is_p)
+        tl.store(after, h, mask=written)
     else:
         tl.store(scratch + line + of_x, y, mask=is_p)
-    # The state is stored after it, since the arrival waits for all stores before.
-    last = is_last(counters + row * G + group, H // G * PARTS)
-    tl.store(state + write * state_stride + tile, h, mask=is_tile & (write >= 0))
-    # No other program has read these.
-    store_inputs(after, x_inputs, of_x, is_p & (write >= 0), C, W, TAPS)
-    if last:
-        store_inputs(after, b_inputs, of_b, is_n & (write >= 0), C, W, TAPS)
-        store_inputs(after, c_inputs, of_c, is_n & (write >= 0), C, W, TAPS)
-        if NORM != NO_NORM:
+        # Before the state is stored, for which it would wait too.
+        last = is_last(counters + row * G + group, H // G * PARTS)
+        tl.store(after, h, mask=written)
+        if last:
             first = group * (INNER // G)
             normalize(
                 scratch + line + first, z + first, norm + first, out + line + first, eps, INNER // G, GROUP, NORM
@@ -169,6 +161,7 @@ class Step:
     def __init__(self, shape: Mamba2Shape, weights: RecurrentWeights) -> None:
         self.shape, self.weights = shape, weights
         self._conv = weights.conv.t().contiguous()
+        self._pdl = may_depend(detect(self._conv.device), self._conv.device)
         self._counters = self._zeros(_ROWS)
 
     def _zeros(self, rows: int) -> Tensor:
@@ -199,12 +192,16 @@ class Step:
             torch.empty(out.shape, dtype=torch.float32, device=out.device) if has_norm else out
         )
         counters = self._counters if rows <= _ROWS else self._zeros(rows)
+        conv_state, state = states
+        mixed = torch.empty((rows, shape.channels), dtype=torch.float32, device=out.device)
+        causal_conv_of_rows(
+            projected[:rows, shape.inner :], self._conv, weights.conv_bias, conv_state, slots, mixed, pdl=self._pdl
+        )  # fmt: skip
         step_mamba2[shape.num_heads * triton.cdiv(shape.head_dim, tile_rows), rows](
-            projected, *states, self._conv, self._conv if weights.conv_bias is None else weights.conv_bias,
-            weights.a_log, weights.dt_bias, weights.d, weights.norm if has_norm else self._conv, scratch, counters,
-            out, slots, projected.stride(0), *(it.stride(0) for it in states), shape.eps or 0.0, *shape.dt_limits,
-            H=shape.num_heads, P=shape.head_dim, N=shape.state_dim, G=shape.num_groups, W=shape.width,
-            TAPS=triton.next_power_of_2(shape.width), BIAS=weights.conv_bias is not None, NORM=norm_kind(shape),
+            projected, mixed, state, weights.a_log, weights.dt_bias, weights.d,
+            weights.norm if has_norm else self._conv, scratch, counters, out, slots,
+            projected.stride(0), state.stride(0), shape.eps or 0.0, *shape.dt_limits,
+            H=shape.num_heads, P=shape.head_dim, N=shape.state_dim, G=shape.num_groups, NORM=norm_kind(shape),
             ROWS=tile_rows, COLUMNS=columns, GROUP=group_block(shape),
-            num_warps=max(1, min(8, tile_rows * columns // (32 * _THREAD_ELEMENTS))),
+            num_warps=max(1, min(8, tile_rows * columns // (32 * _THREAD_ELEMENTS))), **dependent_launch(self._pdl),
         )  # fmt: skip

@@ -6,8 +6,20 @@ needs from the registers in which they are.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
+
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.dependent_launch import dependent_launch
+from kernels.gpu.functions import silu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CHANNELS: Final = 256
+"""Of a program."""
 
 
 @triton.jit
@@ -65,3 +77,75 @@ def store_inputs(
     tap = tl.arange(0, TAPS)[:, None]
     mask = exists[None, :] & (tap > 0) & (tap < W)
     tl.store(after + (tap - 1) * C + channel[None, :], inputs, mask=mask)
+
+
+@triton.jit
+def convolve_rows(
+    x, conv, bias, state, out, slots, x_stride, state_stride,
+    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    CHANNELS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute some channels of one decode row, and replace its state; program (channels, row).
+
+    Args:
+        x: [R, C]; [R, b | c | x] where GATED.
+        conv: [W, C].
+        bias: [C], where BIAS.
+        state: [S, W - 1, C] float32, slots at any distance.
+        out: [R, C]: c times the convolution of b * x where GATED, else its SiLU.
+        slots: [R, 2].
+        TAPS: a power of two, at least W.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    exists = channel < C
+    read = tl.load(slots + 2 * row).to(tl.int64)
+    write = tl.load(slots + 2 * row + 1).to(tl.int64)
+    x += row * x_stride
+    inputs, factors, added = load_row(
+        x, conv, bias, state + read * state_stride, read >= 0, channel, exists, C, W, TAPS, BIAS, GATED
+    )  # fmt: skip
+    total = convolve_row(inputs, factors, added)
+    if GATED:
+        total *= tl.load(x + C + channel, mask=exists, other=0.0).to(tl.float32)
+    else:
+        total = silu(total)
+    tl.store(out + row * C + channel, total.to(out.dtype.element_ty), mask=exists)
+    # All threads have read the state.
+    tl.debug_barrier()
+    after = state + write * state_stride
+    store_inputs(after, inputs, channel, exists & (write >= 0), C, W, TAPS)
+
+
+def causal_conv_of_rows(
+    x: Tensor,
+    conv: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    *,
+    gated: bool = False,
+    pdl: bool = False,
+) -> None:
+    """Convolve the decode rows of a step, and write the states after them.
+
+    Args:
+        x: [R, channels], of any distance between rows; [R, b | c | x] if gated.
+        conv: [W, channels] contiguous.
+        bias: [channels] or None.
+        state: [S, W - 1, channels] float32, contiguous in a slot.
+        slots: [R, 2].
+        out: [R, channels] contiguous: c times the convolution of b * x if gated, else its SiLU.
+        gated: see `x`.
+        pdl: use programmatic dependent launch.
+    """
+    width, channels = conv.shape
+    convolve_rows[triton.cdiv(channels, _CHANNELS), len(out)](
+        x, conv, conv if bias is None else bias, state, out, slots, x.stride(0), state.stride(0),
+        C=channels, W=width, TAPS=triton.next_power_of_2(width), BIAS=bias is not None, GATED=gated,
+        CHANNELS=_CHANNELS, num_warps=4, **dependent_launch(pdl),
+    )  # fmt: skip
