@@ -19,6 +19,7 @@ from kernels.linear.projection import (
     Residual,
     ResidualWriter,
     bind_norm,
+    bind_output_gate,
     bind_projection,
 )
 from kernels.selection import VectorProblem
@@ -99,6 +100,11 @@ class Binder:
         problem = VectorProblem(self.model.dtype_name, self._purpose is Purpose.TRAINING)
         bound = bind_norm(norm, problem, self.model.arch)
         return lambda x: bound(Residual(x))
+
+    def output_gate(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Bind the product of attention's result and the sigmoid of its gate."""
+        problem = VectorProblem(self.model.dtype_name, self.is_trainable)
+        return bind_output_gate(problem, self.model.arch, self.model.device)
 
     def adding(self, name: str) -> ResidualWriter:
         """Bind a product that adds to the residual stream."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.linear.around import multiply_by_sigmoid_on_gpu
 from kernels.stacked import ROW_MULTIPLE
 from kernels.weight_format import FP8_ROWS, INT8_GROUPS, WeightFormat
 from model.checkpoint.config import ModelConfig
@@ -65,6 +66,8 @@ def test_layers_on_a_gpu_match_separate_operations(on_a_gpu):
     on_a_gpu()
     fused = optimized(build())
     assert products(fused) == {"input", "mixed", "gate_up", "down"}
+    output_gate = fused.executors.layers.bound.layers[1].mixer.output_gate
+    assert output_gate.func is multiply_by_sigmoid_on_gpu
 
     with triton_interpreter.poisoned_memory():
         found = drive(fused, (1, 3))
