@@ -83,3 +83,10 @@ def activate_on_gpu(activation: Activation, x: Tensor, *, pdl: bool) -> Tensor:
     from kernels.norms.gpu import norm_and_gate  # noqa: PLC0415
 
     return norm_and_gate.activate(x, activation.function, gated=activation.gated, pdl=pdl)
+
+
+def multiply_by_sigmoid_on_gpu(x: Tensor, gate: Tensor, *, pdl: bool) -> Tensor:
+    """Multiply x by the sigmoid of its gate, both [T, F], in place and in one launch."""
+    from kernels.norms.gpu import output_gate  # noqa: PLC0415
+
+    return output_gate.multiply_by_sigmoid(x, gate, pdl=pdl)

@@ -20,6 +20,7 @@ from kernels.linear.around import (
     activate,
     activate_on_gpu,
     add_and_normalize,
+    multiply_by_sigmoid_on_gpu,
     normalize,
     normalized_part,
 )
@@ -39,6 +40,7 @@ from kernels.linear.weights import (
     Operations,
 )
 from kernels.norms import registry as norms
+from kernels.norms.pytorch import multiply_by_sigmoid
 from kernels.sampling.tokens import argmax_tokens
 from kernels.selection import VectorProblem, load, select_vector
 
@@ -49,8 +51,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SWIGLU", "Activation", "FixedProjection", "FusedProjection", "LayerNorm", "LinearWeights", "Norm", "Operations",
-    "Projection", "Purpose", "Residual", "ResidualWriter", "add_both", "bind_norm", "bind_projection", "linear_problem",
-    "settled",
+    "Projection", "Purpose", "Residual", "ResidualWriter", "add_both", "bind_norm", "bind_output_gate",
+    "bind_projection", "linear_problem", "settled",
 ]  # fmt: skip
 
 
@@ -182,6 +184,25 @@ def bind_norm(
         return functools.partial(_normalize, norm)
     pdl = may_depend(arch, norm.weight.device)
     return functools.partial(_add_and_normalize, norm, pdl=pdl)
+
+
+def bind_output_gate(
+    problem: VectorProblem, arch: GPUArch, device: torch.device
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Bind the product of attention's result and the sigmoid of its gate.
+
+    Args:
+        problem: dtype of both, and whether the product must be differentiable.
+        arch: processor of the device.
+        device: of both.
+
+    Returns:
+        A function of two tensors, [T, F], maybe of any more dimensions if PyTorch computes it, which may write the
+        first one.
+    """
+    if select_vector(norms.REGISTRY, problem, arch).spec is norms.PYTORCH:
+        return multiply_by_sigmoid
+    return functools.partial(multiply_by_sigmoid_on_gpu, pdl=may_depend(arch, device))
 
 
 class FixedProjection:

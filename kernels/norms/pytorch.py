@@ -115,6 +115,11 @@ def activate(x: Tensor, function: ActivationName, *, gated: bool) -> Tensor:
     return _ACTIVATIONS[function](gate) * up
 
 
+def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x by the sigmoid of its gate, both [..., F]; differentiable."""
+    return x * torch.sigmoid(gate)
+
+
 def xielu(x: Tensor, parameters: Tensor) -> Tensor:
     """Apply xIELU, whose curvature on both sides of 0 a model learns, to every element; computes in float32.
 

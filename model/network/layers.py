@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from kernels.stacked import stacked
 from kernels.weight_format import WeightFormat
 from model.network.matrix import Matrix
 from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
@@ -134,6 +135,11 @@ class DecoderLayer(nn.Module):
     def matrices(self) -> dict[str, Weight]:
         """The matrices by their names."""
         return {name: it.weight for name, it in self.named_children() if isinstance(it, Matrix)}
+
+    def in_one(self, first: str, second: str) -> Weight | None:
+        """Return the matrix of which two are the rows, see `kernels.stacked`; None if they are not stored as one."""
+        matrices = self.matrices
+        return stacked(matrices[first], matrices[second])
 
     @property
     def pre_norms(self) -> tuple[nn.Parameter, nn.Parameter]:

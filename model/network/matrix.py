@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
-from kernels.weight_format import WeightFormat, unquantized
+from kernels.weight_format import unquantized
 from kernels.weights import Weight
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Matrix(nn.Module):
-    """A matrix [N, C] without values; only full numbers can be trained."""
+    """A matrix [N, C]; only full numbers can be trained.
+
+    Args:
+        empty: its tensors, whose values are written later; they may be views.
+    """
 
     numbers: nn.Parameter
 
-    def __init__(self, form: WeightFormat, shape: tuple[int, int], device: torch.device) -> None:
+    def __init__(self, empty: Weight) -> None:
         super().__init__()
-        self._form, self._shape = form, shape
-        empty = Weight.empty(form, shape, device)
-        self.numbers = nn.Parameter(empty.numbers, requires_grad=not form.is_quantized)
+        self._form, self._shape = empty.format, empty.shape
+        self.numbers = nn.Parameter(empty.numbers, requires_grad=not self._form.is_quantized)
         for name, tensor in empty.tensors.items():
             if name != "numbers":
                 self.register_buffer(name, tensor)

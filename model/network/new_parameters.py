@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from kernels.stacked import can_be_stacked, empty_stacked
 from kernels.weight_format import WeightFormat, unquantized
+from kernels.weights import Weight
 from model.network.matrix import Matrix
 
 if TYPE_CHECKING:
@@ -67,10 +69,20 @@ class NewParameters:
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
         """Return the matrix of a name, [rows, columns], in its format."""
+        return Matrix(Weight.empty(self._format(name, rows), (rows, columns), self._device))
+
+    def matrices_in_one(self, rows: Mapping[str, int], columns: int) -> dict[str, Matrix]:
+        """Return the matrices of some names, [rows, columns] each, stored as one if their formats are the same."""
+        first, *others = (self._format(name, count) for name, count in rows.items())
+        counts = [*rows.values()]
+        if any(it != first for it in others) or not can_be_stacked(first, counts):
+            return {name: self.matrix(name, count, columns) for name, count in rows.items()}
+        parts = empty_stacked(first, counts, columns, self._device)
+        return {name: Matrix(part) for name, part in zip(rows, parts, strict=True)}
+
+    def _format(self, name: str, rows: int) -> WeightFormat:
         formats = self._weight_format
         if isinstance(formats, WeightFormat):
             stacked = stacked_rows(self._layer, name) or [rows]
-            form = formats.divided(0, *itertools.accumulate(stacked[:-1]))
-        else:
-            form = (formats or {}).get(name) or unquantized(self._dtype)
-        return Matrix(form, (rows, columns), self._device)
+            return formats.divided(0, *itertools.accumulate(stacked[:-1]))
+        return (formats or {}).get(name) or unquantized(self._dtype)

@@ -94,7 +94,9 @@ class DecoderParameters(nn.Module):
 
         def table(name: str, rows: int) -> nn.Parameter | Matrix:
             form = tables.get(name)
-            return empty(rows, hidden) if form is None else Matrix(form, (rows, hidden), device)
+            if form is None:
+                return empty(rows, hidden)
+            return Matrix(Weight.empty(form, (rows, hidden), device))
 
         self._dtype = dtype
         self.embed_tokens = table(EMBEDDING, network.vocab)

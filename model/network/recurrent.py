@@ -19,8 +19,8 @@ def add_short_conv(layer: nn.Module, mixer: ShortConv, new: NewParameters) -> No
 
 
 def add_gated_delta(layer: nn.Module, mixer: GatedDelta, new: NewParameters) -> None:
-    """Add the parameters of the gated delta rule."""
-    _add_products(layer, mixer, new)
+    """Add the parameters of the gated delta rule; matrices that read the stream are stored as one if they can be."""
+    _add_products(layer, mixer, new, in_one=("input", "gates"))
     layer.conv = new.vector(mixer.channels, mixer.width)
     layer.a_log = new.float32(mixer.num_heads)
     layer.dt_bias = new.float32(mixer.num_heads)
@@ -44,9 +44,23 @@ def _add_products(
     layer: nn.Module,
     mixer: ShortConv | GatedDelta | Mamba2,
     new: NewParameters,
+    in_one: tuple[str, ...] = (),
     **biases: bool,
 ) -> None:
-    """Add the matrices; `biases` has those with a bias by name."""
-    for name, (rows, inputs) in mixer.matrices(new.hidden).items():
-        setattr(layer, name, new.matrix(name, sum(rows), inputs))
-        setattr(layer, f"{name}_bias", new.vector(sum(rows)) if biases.get(name) else None)
+    """Add the matrices.
+
+    Args:
+        layer: gets them.
+        mixer: has them.
+        new: makes them.
+        in_one: names of those that are stored as one if their formats are the same; they have the same inputs.
+        biases: those with a bias by name.
+    """
+    shapes = {name: (sum(rows), it) for name, (rows, it) in mixer.matrices(new.hidden).items()}
+    matrices = {name: new.matrix(name, *it) for name, it in shapes.items() if name not in in_one}
+    if in_one:
+        rows = {name: shapes[name][0] for name in in_one}
+        matrices |= new.matrices_in_one(rows, shapes[in_one[0]][1])
+    for name, (count, _) in shapes.items():
+        setattr(layer, name, matrices[name])
+        setattr(layer, f"{name}_bias", new.vector(count) if biases.get(name) else None)

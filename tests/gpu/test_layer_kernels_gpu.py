@@ -11,7 +11,9 @@ from kernels.linear.registry import LIBRARY
 from kernels.linear.select import select_linear
 from kernels.linear.tuned import tuned_linear
 from kernels.linear.weights import Norm
+from kernels.norms import pytorch
 from kernels.norms.gpu.norm_and_gate import add_rms_norm, silu_and_mul
+from kernels.norms.gpu.output_gate import multiply_by_sigmoid
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
 from kernels.sampling.gpu.best_token import best_tokens
 from kernels.sampling.tile_best import TileBest
@@ -245,3 +247,15 @@ def test_norm_and_gate_agree_with_their_formulas(rows, size):
     truth = reference.rms_norm(total, weight, EPS)
     assert_no_worse_than(normed, truth, reference.rms_norm(total, weight, EPS, torch.bfloat16))
     assert_no_worse_than(gated, expected, by_torch)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 3000])
+@pytest.mark.parametrize("size", [576, 2048])
+def test_an_output_gate_agrees_with_its_formula(rows, size):
+    x, gate = random(rows, size), random(rows, size + 3072, seed=2)[:, :size]
+    truth, by_torch = x.double() * gate.double().sigmoid(), pytorch.multiply_by_sigmoid(x, gate)
+
+    found = multiply_by_sigmoid(x, gate, pdl=supports_pdl())
+
+    assert found is x
+    assert_no_worse_than(found, truth, by_torch)

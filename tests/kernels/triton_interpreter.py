@@ -33,6 +33,7 @@ _MODULES = (
     "kernels.sampling.gpu.best_token",
     "kernels.sampling.gpu.sample_tokens",
     "kernels.norms.gpu.norm_and_gate",
+    "kernels.norms.gpu.output_gate",
     "kernels.sampling.gpu.embed",
     "kernels.norms.gpu.quantize_rows",
     "kernels.rope.gpu.rope_cache",

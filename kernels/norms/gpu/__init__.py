@@ -1,1 +1,1 @@
-"""RMS norm, gated activation and quantization of rows in Triton."""
+"""RMS norm, gated activation, output gate and quantization of rows in Triton."""

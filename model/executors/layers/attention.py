@@ -52,6 +52,7 @@ class BoundAttention(NamedTuple):
         next_weights: the matrices that are read after attention, in that order.
         problem: index of its problem in `AttentionPlanner.mixers`.
         rotary: index of its rotary embedding in `Network.rotaries`.
+        output_gate: multiplies the result by the sigmoid of the gate; None if there is none.
     """
 
     spec: Attention
@@ -63,6 +64,7 @@ class BoundAttention(NamedTuple):
     next_weights: tuple[Tensor, Tensor]
     problem: int
     rotary: int
+    output_gate: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @classmethod
     def bind(cls, spec: Attention, binder: Binder) -> BoundAttention:
@@ -99,6 +101,7 @@ class BoundAttention(NamedTuple):
             _after(layer, "qkv"),
             attention_problems(network).index(same_problem(spec)),
             network.rotaries.index((spec.rotary, spec.head_dim)),
+            binder.output_gate() if spec.gate else None,
         )
 
     @property
@@ -133,11 +136,11 @@ class BoundAttention(NamedTuple):
     def read(self, index: int, residual: Residual, attend: Attend) -> tuple[Tensor, Residual]:
         """See `BoundMixer.read`."""
         qkv, residual = self.qkv.from_residual(residual)
-        if not self.spec.gate:
+        if self.output_gate is None:
             return attend(index, self, self._normalized(qkv)), residual
         gate_size = self.spec.num_heads * self.spec.head_dim
         gate, qkv = qkv[..., :gate_size], qkv[..., gate_size:]
-        return attend(index, self, self._normalized(qkv)) * torch.sigmoid(gate), residual
+        return self.output_gate(attend(index, self, self._normalized(qkv)), gate), residual
 
     def _normalized(self, qkv: Tensor) -> Tensor:
         """Return queries, keys and values with the norms that are of more than a head."""

@@ -74,9 +74,7 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
         }
         bound = BoundLayer(mixer, mlp, binder.bound, layer.parallel, scale=parameters.scale)
         layers.append(bound._replace(**others))
-        for name, product in binder.bound.items():
-            if product.copies_weights:
-                parameters.drop_matrix(name)
+        binder.drop_copied()
     return BoundNetwork(
         layers=layers,
         kinds=kinds,

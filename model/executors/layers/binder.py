@@ -19,6 +19,7 @@ from kernels.linear.projection import (
     Residual,
     ResidualWriter,
     bind_norm,
+    bind_output_gate,
     bind_projection,
 )
 from kernels.selection import VectorProblem
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.collective.communicator import Communicator
+    from kernels.weights import Weight
     from model.network.layers import DecoderLayer
     from model.network.parameters import DecoderParameters
 
@@ -53,8 +55,8 @@ class Binder:
     def __init__(self, layer: DecoderLayer, model: DecoderParameters, purpose: Purpose) -> None:
         self.layer, self.model = layer, model
         self._purpose = purpose
-        self._weights = sum(math.prod(matrix.shape) for matrix in layer.matrices.values())
-        self._projections = projections(layer, model.communicator)
+        self._projections = projections(layer, model.communicator, trainable=self.is_trainable)
+        self._weights = sum(math.prod(it.weight.shape) for it, _ in self._projections.values())
         self.bound: dict[str, ResidualWriter] = {}
 
     @property
@@ -62,10 +64,24 @@ class Binder:
         """Whether results must be differentiable."""
         return self._purpose is Purpose.TRAINING
 
+    def has(self, name: str) -> bool:
+        """Whether a matrix has a product of its own, see `Product.includes`."""
+        return name in self._projections
+
     def reading(self, name: str) -> Projection:
         """Bind a product that reads the residual stream."""
         self.bound[name] = product = self._bind(name)
         return product
+
+    def drop_copied(self) -> None:
+        """Delete the matrices of which a product has a copy."""
+        included = {it.name: it.includes for it in _products(self.layer)}
+        for name, product in self.bound.items():
+            if product.copies_weights:
+                self.layer.drop_matrix(name)
+                other = included[name]
+                if other is not None and not self.has(other):
+                    self.layer.drop_matrix(other)
 
     def _bind(self, name: str) -> Projection:
         weights, operations = self._projections[name]
@@ -84,6 +100,11 @@ class Binder:
         problem = VectorProblem(self.model.dtype_name, self._purpose is Purpose.TRAINING)
         bound = bind_norm(norm, problem, self.model.arch)
         return lambda x: bound(Residual(x))
+
+    def output_gate(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Bind the product of attention's result and the sigmoid of its gate."""
+        problem = VectorProblem(self.model.dtype_name, self.is_trainable)
+        return bind_output_gate(problem, self.model.arch, self.model.device)
 
     def adding(self, name: str) -> ResidualWriter:
         """Bind a product that adds to the residual stream."""
@@ -113,11 +134,14 @@ class Product(NamedTuple):
         norm: name of the norm of the residual stream that it reads, or `STREAM` for the stream itself; None for a
             product that adds to the stream.
         activation: of its results; None for none.
+        includes: name of a matrix that reads the same. If both are stored as one, and not for training, the product's
+            outputs are those of its own matrix, those of this one, which then has no product, and padding.
     """
 
     name: str
     norm: str | None = None
     activation: Activation | None = None
+    includes: str | None = None
 
 
 def _of_dense(mlp: Dense) -> tuple[Product, ...]:
@@ -138,7 +162,7 @@ PRODUCTS: Final[dict[type, Callable[[Any], tuple[Product, ...]]]] = {
     ShortConv: lambda _mixer: (Product("input", "input_norm"), Product("mixed")),
     GatedDelta: lambda _mixer: (
         Product("gates", "input_norm"),
-        Product("input", "input_norm"),
+        Product("input", "input_norm", includes="gates"),
         Product("mixed"),
     ),
     Mamba2: lambda _mixer: (Product("input", "input_norm"), Product("mixed")),
@@ -153,13 +177,31 @@ PRODUCTS: Final[dict[type, Callable[[Any], tuple[Product, ...]]]] = {
 """The products of a sublayer, in the order in which they are computed."""
 
 
+def _products(layer: DecoderLayer) -> list[Product]:
+    return [it for part in layer.spec.parts for it in PRODUCTS[type(part)](part)]
+
+
 def projections(
-    layer: DecoderLayer, communicator: Communicator | None = None
+    layer: DecoderLayer, communicator: Communicator | None = None, *, trainable: bool = False
 ) -> dict[str, tuple[LinearWeights, Operations]]:
-    """Return the parameters of each product of a rank's layer and the operations around it, in their order."""
+    """Return the parameters of each product of a rank's layer and the operations around it, in their order.
+
+    Args:
+        layer: its parameters.
+        communicator: of the ranks; None for one.
+        trainable: whether each matrix must have a product of its own, see `Product.includes`.
+    """
+    products = _products(layer)
+    in_one: dict[str, Weight] = {}
+    for it in products:
+        both = None if trainable or it.includes is None else layer.in_one(it.name, it.includes)
+        if both is not None:
+            in_one[it.name] = both
+    included = {it.includes for it in products if it.name in in_one}
 
     def weights(name: str) -> LinearWeights:
-        return LinearWeights(layer.matrices[name], getattr(layer, f"{name}_bias"))
+        weight = in_one.get(name, layer.matrices[name])
+        return LinearWeights(weight, getattr(layer, f"{name}_bias"))
 
     def reading(norm: str, activation: Activation | None = None) -> Operations:
         if norm == STREAM:
@@ -179,8 +221,8 @@ def projections(
         it.name: adding(it.name)
         if it.norm is None
         else (weights(it.name), reading(it.norm, it.activation))
-        for part in layer.spec.parts
-        for it in PRODUCTS[type(part)](part)
+        for it in products
+        if it.name not in included
     }
 
 

@@ -93,14 +93,16 @@ class BoundRecurrent(NamedTuple):
     Attributes:
         kernel: what is between the products.
         input: includes the layer's first norm; reads the residual stream.
-        gates: likewise, of the gated delta rule; None for others.
         mixed: adds to the residual stream.
+        gates: as `input`, of the gated delta rule; None for others, and where `input` computes them too.
+        sizes: outputs of `input`, and of the gates behind them; None where it computes no gates.
     """
 
     kernel: Kernel
     input: Projection
-    gates: Projection | None
     mixed: ResidualWriter
+    gates: Projection | None = None
+    sizes: tuple[int, int] | None = None
 
     @classmethod
     def bind(cls, spec: RecurrentMixer, binder: Binder) -> BoundRecurrent:
@@ -110,8 +112,12 @@ class BoundRecurrent(NamedTuple):
         )
         shape = recurrent_shape(spec)
         made: Kernel = load(choice.spec.targets[type(shape)])(shape, _weights(binder.layer))
-        gates = binder.reading("gates") if isinstance(spec, GatedDelta) else None
-        return cls(made, binder.reading("input"), gates, binder.adding("mixed"))
+        if not isinstance(spec, GatedDelta):
+            return cls(made, binder.reading("input"), binder.adding("mixed"))
+        gates = binder.reading("gates") if binder.has("gates") else None
+        sizes = spec.channels + spec.inner, 2 * spec.num_heads
+        bound = cls(made, binder.reading("input"), binder.adding("mixed"), gates)
+        return bound if gates is not None else bound._replace(sizes=sizes)
 
     @property
     def output(self) -> ResidualWriter:
@@ -124,6 +130,9 @@ class BoundRecurrent(NamedTuple):
         if self.gates is not None:
             gates, residual = self.gates.from_residual(residual)
         projected, residual = self.input.from_residual(residual)
+        if self.sizes is not None:
+            start, count = self.sizes
+            projected, gates = projected[..., :start], projected[..., start : start + count]
         return recur(index, self.kernel, projected, gates), residual
 
 
@@ -147,7 +156,7 @@ class Recur(Protocol):
             index: the layer's index.
             kernel: of the layer.
             projected: [..., N], the result of `input`; may be overwritten.
-            gates: [..., 2 * H], that of `gates`; None for a layer without it.
+            gates: [..., 2 * H], that of `gates`, or the rows behind it in the same memory; None for a layer without it.
 
         Returns:
             [..., inner].

@@ -29,6 +29,7 @@ from kernels.linear.registry import GROUPS, VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, select_linear
 from kernels.linear.weights import LinearArguments, LinearWeights, Norm
 from kernels.norms.gpu.norm_and_gate import activate, add_layer_norm, add_rms_norm
+from kernels.norms.gpu.output_gate import multiply_by_sigmoid
 from kernels.norms.gpu.quantize_rows import quantize_rows
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
 from kernels.sampling.gpu.argmax import argmax_tokens, chosen_logprobs
@@ -133,9 +134,9 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; from 90 on kernels use programmatic dependent launch.
-        operation: "linear", "groups", "matrix", "persistent", "invariant", "add_norm", "quantize", "gate", "embed",
-            "lora", "rope", "best", "argmax", "chosen", "sample", "step", "sum_ranks", "gated_delta", "mamba2",
-            "short_conv" or "training".
+        operation: "linear", "groups", "matrix", "persistent", "invariant", "add_norm", "quantize", "gate",
+            "output_gate", "embed", "lora", "rope", "best", "argmax", "chosen", "sample", "step", "sum_ranks",
+            "gated_delta", "mamba2", "short_conv" or "training".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
@@ -339,6 +340,12 @@ class FusedCompiler(Compiler):
             (name for name in ("gelu", "gelu_tanh", "relu", "relu2") if name in job.around), "silu"
         )
         activate(x, function, gated="plain" not in job.around, pdl=pdl)
+
+    def _output_gate(self, job: FusedJob, pdl: bool) -> None:
+        heads, others = 2048, 3072
+        x = torch.empty((job.tokens, heads), dtype=torch.bfloat16)
+        projected = torch.empty((job.tokens, heads + others), dtype=torch.bfloat16)
+        multiply_by_sigmoid(x, projected[:, :heads], pdl=pdl)
 
     def _embed(self, job: FusedJob, pdl: bool) -> None:
         ids = torch.empty(job.tokens, dtype=torch.int64)

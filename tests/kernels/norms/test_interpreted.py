@@ -20,6 +20,7 @@ from kernels.norms.gpu.norm_and_gate import (
     add_rms_norm,
     silu_and_mul,
 )
+from kernels.norms.gpu.output_gate import multiply_by_sigmoid
 from kernels.rope.gpu import rope_cache
 from kernels.rope.gpu.rope_cache import RotationLaunch, rope_and_write_kv, rotation_launch
 from kernels.sampling.gpu.best_token import best_tokens
@@ -480,3 +481,27 @@ def test_the_launch_of_a_batch_invariant_step_does_not_depend_on_its_tokens():
         }
 
         assert len(found) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 100), (2, 1100)])
+def test_an_output_gate_has_the_bits_of_separate_operations(dtype, rows, size):
+    x, beside = torch.randn(rows, size).to(dtype), torch.randn(rows, size + 24).to(dtype) * 4
+    gate = beside[:, :size]
+    expected = pytorch.multiply_by_sigmoid(x, gate)
+
+    found = multiply_by_sigmoid(x, gate)
+
+    assert found is x
+    if dtype is torch.float32:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+    else:
+        # The exponential functions differ, and with them few roundings.
+        assert (found != expected).float().mean() < 0.01
+        torch.testing.assert_close(found, expected)
+
+
+def test_an_output_gate_of_no_rows_is_empty():
+    x = torch.empty(0, 64)
+
+    assert multiply_by_sigmoid(x, torch.empty(0, 64)) is x

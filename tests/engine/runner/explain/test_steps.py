@@ -22,6 +22,7 @@ from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
 from model.executors import single_launch
 from model.executors.columns import Bucket
+from model.executors.layers.binder import projections
 from model.executors.layers.layer_kernels import layer_kernels
 from model.hub.resolve import resolve
 from model.sampling.sampler import SAMPLERS, HostTokens, Sampler
@@ -78,8 +79,8 @@ def test_every_step_names_an_executor_and_kernels_and_the_reasons_of_all_rows_be
                 if step.executor == "layers":
                     products = {it.partition(" product")[0] for it in done if " product" in it}
                     assert {*PRODUCTS} - {"qkv", "output"} <= products
-                    mixed = {it for layer in model.decoder_layers for it in layer.matrices}
-                    assert products == mixed | {"head"}
+                    bound = {name for layer in model.decoder_layers for name in projections(layer)}
+                    assert products == bound | {"head"}
                     assert any("attention" in name for name in done)
     assert explained > 100
 
