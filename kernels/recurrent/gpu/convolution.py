@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kernels.recurrent.segments import Segments
 
 TOKENS: Final = 64
-"""Of a tile of a prompt."""
+GATED_TOKENS: Final = 32
+"""Of a tile of a prompt, which shares the weights, and of one with gates, at most `CHUNK`."""
 CHANNELS: Final = 128
 """Of a program for prompts."""
 
@@ -240,11 +241,12 @@ def causal_conv_of_prompts(
     if tokens == 0 or segments.num_prompts == 0:
         return
     kept = segments.kept_slots
-    tiles = tokens // TOKENS + segments.num_prompts
+    of_tile = GATED_TOKENS if gated else TOKENS
+    tiles = tokens // of_tile + segments.num_prompts
     convolve_prompts[triton.cdiv(channels, CHANNELS), tiles](
         x[rows:], weight, weight if bias is None else bias, state, out, segments.cu_seqlens, segments.slots,
         segments.slots if kept is None else kept, rows, segments.num_prompts, x.stride(0), out.stride(0),
         state.stride(0),
         C=channels, W=width, TAPS=taps(width), BIAS=bias is not None, GATED=gated, SILU=silu,
-        KEEPS=kept is not None, TOKENS=TOKENS, CHANNELS=CHANNELS, SEQS=sequences(segments.num_prompts), num_warps=4,
+        KEEPS=kept is not None, TOKENS=of_tile, CHANNELS=CHANNELS, SEQS=sequences(segments.num_prompts), num_warps=4,
     )  # fmt: skip

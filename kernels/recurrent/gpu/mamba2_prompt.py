@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.arch import detect
 from kernels.gpu.functions import silu
 from kernels.recurrent.gpu.convolution import causal_conv_of_prompts
 from kernels.recurrent.gpu.mamba2_step import (
@@ -50,6 +49,8 @@ _COLUMNS: Final = 64
 """Columns of a state that a program carries through a prompt, or half of all if that is more."""
 _CARRY_STAGES: Final = 4
 """Blocks of which parts are in shared memory at once in `carry_states`; one less for more columns."""
+_STATE: Final = 8192
+"""Elements of a state that a program of `scan_blocks` loads at once; the next ones are loaded ahead."""
 _FLOAT32_ROWS: Final = 16
 _FLOAT32_DEPTH: Final = 32
 """Rows, and columns of a product of b and c, in float32, which is multiplied without tensor cores, in registers."""
@@ -57,9 +58,6 @@ _MOST_HEADS: Final = 8
 """Whose tokens of a block a program computes, which share the products of b and c."""
 _PROGRAMS: Final = 1024
 """Of `scan_blocks`, below which a program computes fewer heads."""
-_PIPELINED_STATE: Final = 128
-"""Columns of states that are loaded ahead everywhere; wider ones only with much shared memory."""
-_MUCH_SHARED_MEMORY: Final = 200 * 1024
 _FIELDS = tl.constexpr(5)
 """Numbers of a token and head: the two parts of the sum of the logarithms of the decays from the first token of the
 block on, its exponential, the step size, and the step size times the decay from the token to the end of the block."""
@@ -320,16 +318,6 @@ def normalize_tokens(
         tl.store(y + i + element, result.to(y.dtype.element_ty), mask=exists)
 
 
-def _stages(columns: int, x: Tensor) -> int:
-    """Return the number of heads of which parts are in shared memory at once in `scan_blocks`."""
-    if x.dtype is torch.float32:
-        return 1
-    ahead = (
-        columns <= _PIPELINED_STATE or detect(x.device).shared_memory_bytes > _MUCH_SHARED_MEMORY
-    )
-    return 2 if ahead else 1
-
-
 def mamba2_prompts(
     shape: Mamba2Shape,
     weights: RecurrentWeights,
@@ -400,11 +388,13 @@ def mamba2_prompts(
         STAGES=1 if is_wide else _CARRY_STAGES if carried <= _COLUMNS else _CARRY_STAGES - 1,
         num_warps=8 if is_wide else 4, **sizes,
     )  # fmt: skip
+    rows = min(rows, _STATE // columns)
+    parts = triton.cdiv(shape.head_dim, rows)
     count = max(1, min(_MOST_HEADS, heads * parts * blocks // _PROGRAMS))
     scan_blocks[groups * triton.cdiv(heads // groups * parts, count), blocks](
         mixed, z, scores, decays, weights.d, before, out, segments.cu_seqlens, positions, prompts, count, z.stride(0),
         P=shape.head_dim, GATED=kind == NO_NORM.value, ROWS=rows, COLUMNS=columns, SCORES=is_wide,
-        STAGES=_stages(columns, out), num_warps=8 if is_wide else 4, **sizes,
+        STAGES=1 if is_wide else 2, num_warps=8 if is_wide else 4, **sizes,
     )  # fmt: skip
     if shape.eps is not None:
         normalize_tokens[tokens, groups](
