@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from kernels.recurrent.segments import Segments
 
-TOKENS: Final = 16
-"""Of a tile of a prompt."""
+TOKENS: Final = 64
+GATED_TOKENS: Final = 32
+"""Of a tile of a prompt, which shares the weights, and of one with gates, at most `CHUNK`."""
 CHANNELS: Final = 128
 """Of a program for prompts."""
 
@@ -35,6 +36,45 @@ def load_inputs(x, at, channel, mask, C: tl.constexpr, GATED: tl.constexpr):
     return value
 
 
+@triton.jit
+def convolve_tile(
+    x, weight, bias, before, read, out, tile, length, channel, exists, x_stride, out_stride,
+    C: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr,
+    TOKENS: tl.constexpr, IS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Convolve some channels of a tile and store them.
+
+    Args:
+        x, out: of the prompt's first token.
+        before: its state, which the first tile reads.
+        read: the slot of that; -1 for zeros.
+        tile: the number of the tile.
+        channel: [channels].
+        exists: likewise.
+    """
+    token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
+    total = tl.zeros([TOKENS, channel.shape[0]], tl.float32)
+    for i in tl.static_range(W):
+        place = token + (i - W + 1)
+        mask = exists[None, :] & (place >= 0) & (place < length)
+        value = load_inputs(x, place.to(tl.int64) * x_stride, channel[None, :], mask, C, GATED)
+        if IS_FIRST:
+            kept = exists[None, :] & (place < 0) & (read >= 0)
+            value += tl.load(before + (place + W - 1) * C + channel[None, :], mask=kept, other=0.0)
+        factor = tl.load(weight + channel * W + i, mask=exists, other=0.0)
+        total += value * factor.to(tl.float32)[None, :]
+    if BIAS:
+        total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        total = silu(total)
+    is_token = exists[None, :] & (token < length)
+    if GATED:
+        at = token.to(tl.int64) * x_stride + channel[None, :] + C
+        total *= tl.load(x + at, mask=is_token, other=0.0).to(tl.float32)
+    at = token.to(tl.int64) * out_stride + channel[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=is_token)
+
+
 @triton.jit(do_not_specialize=["rows", "num_prompts"])
 def convolve_prompts(
     x, weight, bias, state, out, cu_seqlens, slots, kept_slots, rows, num_prompts, x_stride, out_stride,
@@ -42,7 +82,7 @@ def convolve_prompts(
     C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
     SILU: tl.constexpr, KEEPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve some channels of a tile of a prompt; program (tile, channels).
+    """Convolve some channels of a tile of a prompt; program (channels, tile).
 
     Args:
         x: [T, C], or [T, b | c | x] where GATED, of the tokens of prompts.
@@ -55,36 +95,28 @@ def convolve_prompts(
         kept_slots: likewise, where KEEPS. A tile has one such token at most, since those of a prompt are CHUNK apart.
         TAPS: a power of two, at least W - 1.
     """
-    prompt, first, length, tile = find_tile(cu_seqlens, num_prompts, tl.program_id(0), TOKENS, SEQS)
+    prompt, first, length, tile = find_tile(cu_seqlens, num_prompts, tl.program_id(1), TOKENS, SEQS)
     if prompt < num_prompts:
-        channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-        exists = channel < C
+        lane = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+        is_lane = lane < C
+        channel, exists = lane[None, :], is_lane[None, :]
         read = tl.load(slots + 2 * (rows + prompt)).to(tl.int64)
         write = tl.load(slots + 2 * (rows + prompt) + 1).to(tl.int64)
         x += first.to(tl.int64) * x_stride
-        old = state + read * state_stride + channel
-        token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
-        total = tl.zeros([TOKENS, CHANNELS], tl.float32)
-        for i in tl.static_range(W):
-            place = token + (i - W + 1)
-            value = load_inputs(
-                x, place.to(tl.int64) * x_stride, channel, exists & (place >= 0) & (place < length), C, GATED
+        before = state + read * state_stride
+        old = before + channel
+        to = out + first.to(tl.int64) * out_stride
+        # Loads of float32 states would give all tiles their layout of registers, which does not suit the inputs.
+        if tile == 0:
+            convolve_tile(
+                x, weight, bias, before, read, to, tile, length, lane, is_lane, x_stride, out_stride,
+                C, W, BIAS, GATED, SILU, TOKENS, True,
             )  # fmt: skip
-            kept = exists & (place < 0) & (read >= 0)
-            value += tl.load(old + (place + W - 1) * C, mask=kept, other=0.0)
-            total += value * tl.load(weight + channel * W + i, mask=exists, other=0.0).to(
-                tl.float32
-            )
-        if BIAS:
-            total += tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
-        if SILU:
-            total = silu(total)
-        is_token = exists & (token < length)
-        if GATED:
-            at = token.to(tl.int64) * x_stride + channel + C
-            total *= tl.load(x + at, mask=is_token, other=0.0).to(tl.float32)
-        at = (first + token).to(tl.int64) * out_stride + channel
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=is_token)
+        else:
+            convolve_tile(
+                x, weight, bias, before, read, to, tile, length, lane, is_lane, x_stride, out_stride,
+                C, W, BIAS, GATED, SILU, TOKENS, False,
+            )  # fmt: skip
         if KEEPS:
             each = tile * TOKENS + tl.arange(0, TOKENS)
             kept = tl.load(kept_slots + first + each, mask=each < length, other=-1)
@@ -169,11 +201,12 @@ def causal_conv_of_prompts(
     if tokens == 0 or segments.num_prompts == 0:
         return
     kept = segments.kept_slots
-    tiles = tokens // TOKENS + segments.num_prompts
-    convolve_prompts[tiles, triton.cdiv(channels, CHANNELS)](
+    of_tile = GATED_TOKENS if gated else TOKENS
+    tiles = tokens // of_tile + segments.num_prompts
+    convolve_prompts[triton.cdiv(channels, CHANNELS), tiles](
         x[rows:], weight, weight if bias is None else bias, state, out, segments.cu_seqlens, segments.slots,
         segments.slots if kept is None else kept, rows, segments.num_prompts, x.stride(0), out.stride(0),
         state.stride(0),
         C=channels, W=width, TAPS=taps(width), BIAS=bias is not None, GATED=gated, SILU=silu,
-        KEEPS=kept is not None, TOKENS=TOKENS, CHANNELS=CHANNELS, SEQS=sequences(segments.num_prompts), num_warps=4,
+        KEEPS=kept is not None, TOKENS=of_tile, CHANNELS=CHANNELS, SEQS=sequences(segments.num_prompts), num_warps=4,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from kernels.recurrent.gpu import gated_delta, mamba2_prompt
+from kernels.recurrent.gpu import gated_delta
 from kernels.recurrent.gpu.mamba2 import Mamba2
 from kernels.recurrent.gpu.short_conv import ShortConv
 from kernels.recurrent.problem import (
@@ -95,8 +95,7 @@ def launch_mamba2(job: Any, _pdl: bool) -> None:
     projected = torch.empty(
         (1 + job.tokens, shape.inner + shape.channels + shape.num_heads), dtype=numbers
     )
-    with mock.patch.object(mamba2_prompt, "detect", return_value=ARCHES[job.sm]):
-        Mamba2(shape, weights)(projected, None, states, _segments(job))
+    Mamba2(shape, weights)(projected, None, states, _segments(job))
 
 
 def launch_short_conv(job: Any, _pdl: bool) -> None:

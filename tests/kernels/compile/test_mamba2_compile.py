@@ -16,8 +16,8 @@ REGISTERS = 64 * 1024
 PRODUCTS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 MOST_SPILLED = 768
 """Bytes of registers that a thread may store in memory in float32, which is multiplied in registers."""
-STEPS = ("step_mamba2", "convolve_prompts")
-BLOCKS = ("prepare_blocks", "scan_blocks")
+STEPS = ("step_mamba2", "convolve_prompts", "prepare_blocks")
+BLOCKS = ("carry_states", "scan_blocks")
 MOST_SPILLED_KEEPING = 8
 """The same for kept states of 256 columns on sm_90, two registers."""
 
@@ -31,8 +31,9 @@ def jobs_for(sm):
     """List all kernels of all shapes, those with products in other dtypes too."""
     every = [((), name) for name in kernels(())]
     every += [(around, name) for around in list(MAMBA2)[1:] for name in kernels(around)]
-    every += [(("float16",), name) for name in BLOCKS] + [(("float32",), name) for name in BLOCKS]
-    every += [((*around, "keeps"), "scan_blocks") for around in list(MAMBA2)[:2]]
+    every += [(("float16",), name) for name in BLOCKS]
+    every += [(("float32",), name) for name in ("prepare_blocks", *BLOCKS)]
+    every += [((*around, "keeps"), "carry_states") for around in list(MAMBA2)[:2]]
     every += [(("keeps",), "convolve_prompts")]
     return [
         *(FusedJob(sm, "mamba2", around=it, tokens=64, function=name) for it, name in every),

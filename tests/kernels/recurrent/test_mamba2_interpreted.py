@@ -10,10 +10,10 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.recurrent.gpu import mamba2_step
+from kernels.recurrent.gpu import mamba2_prompt, mamba2_step
 from kernels.recurrent.gpu.mamba2 import Mamba2
 from kernels.recurrent.gpu.short_conv import ShortConv
-from kernels.recurrent.problem import ShortConvShape
+from kernels.recurrent.problem import Mamba2Shape, ShortConvShape
 from kernels.recurrent.pytorch import mamba2 as pytorch
 from tests.kernels import triton_interpreter
 from tests.kernels.recurrent.cases import (
@@ -94,6 +94,31 @@ def test_groups_larger_than_a_program_are_normalized(monkeypatch):
     monkeypatch.setattr(mamba2_step, "_NORMALIZED", 16)
 
     Step(MAMBA2, [(0, 1)], [Sequence(2, 0, NEW, 5)]).check(Mamba2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("most", [3, 8])
+def test_a_program_of_several_heads_changes_no_bits(most, dtype, monkeypatch):
+    shape = dataclasses.replace(MAMBA2, num_heads=8)
+    step = Step(shape, prompts=[Sequence(130, 5, 3, 2), Sequence(1, 0, NEW, 5)], dtype=dtype)
+    alone, states = step.run(Mamba2)
+    monkeypatch.setattr(mamba2_prompt, "_PROGRAMS", 1)
+    monkeypatch.setattr(mamba2_prompt, "_MOST_HEADS", most)
+
+    together, after = step.run(Mamba2)
+
+    assert torch.equal(together, alone)
+    assert all(
+        torch.equal(one[[2, 5]], other[[2, 5]]) for one, other in zip(after, states, strict=True)
+    )
+
+
+@pytest.mark.parametrize("state_dim", [100, 128, 256])
+def test_parts_of_large_states_agree_with_the_formula(state_dim):
+    shape = Mamba2Shape(2, 64, state_dim, 1, 4, None)
+    prompts = [Sequence(130, 62, 3, 2), Sequence(64, 0, NEW, 5)]
+
+    Step(shape, prompts=prompts, dtype=torch.float16).check(Mamba2, rounded=mamba2_blocks)
 
 
 @pytest.mark.parametrize("kernel", [Mamba2, ShortConv])
