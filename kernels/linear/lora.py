@@ -66,11 +66,14 @@ class LoraRows(NamedTuple):
         slots: [T] int32, -1 for none.
         order: [T] int64, the rows sorted by slot; only on a GPU, else None.
         sequences: (first row, row after the last, slot) of each sequence with an adapter; only on a CPU.
+        tiles: [3, T] int32 contiguous: the first place in `order`, the place after the last, and the slot, -1 for none,
+            of each group of rows that a program computes; only of few rows on a GPU, else None.
     """
 
     slots: Tensor
     order: Tensor | None = None
     sequences: Sequence[tuple[int, int, int]] = ()
+    tiles: Tensor | None = None
 
 
 class StepLora:
@@ -95,15 +98,34 @@ class LoraLinear:
     def __init__(self, weights: LoraWeights, step: StepLora) -> None:
         self._weights, self._step = weights, step
         on_cpu = weights.a.device.type == "cpu"
-        self._add: Callable[[Tensor, Tensor, LoraWeights, LoraRows], Tensor] = (
-            add_lora if on_cpu else load("kernels.linear.gpu.lora:add_lora")
+        self._begin: Callable[..., Callable[[Tensor], Tensor]] = (
+            begin_lora if on_cpu else load("kernels.linear.gpu.lora:begin_lora")
         )
 
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add to y, [T, N], in place what the adapters make of x, [T, C]; returns y."""
+    def __call__(self, x: Tensor, *, pdl: bool = False) -> Callable[[Tensor], Tensor]:
+        """Begin with the input of the product, so that a GPU computes both at the same time.
+
+        Args:
+            x: [T, C].
+            pdl: use programmatic dependent launch.
+
+        Returns:
+            A function that adds to its argument, [T, N], in place what the adapters make of x, and returns it.
+        """
         rows = self._step.rows
         assert rows is not None, "a step with adapters names them"
-        return self._add(x, y, self._weights, rows)
+        return self._begin(x, self._weights, rows, pdl=pdl)
+
+
+def begin_lora(
+    x: Tensor,
+    weights: LoraWeights,
+    rows: LoraRows,
+    *,
+    pdl: bool = False,  # noqa: ARG001 - of kernels
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that calls `add_lora` for its argument."""
+    return lambda y: add_lora(x, y, weights, rows)
 
 
 def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, rows: LoraRows) -> Tensor:

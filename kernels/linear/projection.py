@@ -233,7 +233,7 @@ class FixedProjection:
         """See `Projection.adapted`."""
         multiply = self._multiply
         return FixedProjection(
-            lambda x: add(x, multiply(x)), self._operations, copies_weights=self.copies_weights
+            lambda x: add(x)(multiply(x)), self._operations, copies_weights=self.copies_weights
         )
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
@@ -316,7 +316,7 @@ class _RowProjection:
         )
         product = _RowProjection(self._weights, plain, PRODUCT_ONLY, self._arch, self._order)
         operations = operations._replace(post_norm=self._post_norm)
-        return _AdaptedRowProjection(product, operations, add, pdl=self._pdl)
+        return _AdaptedRowProjection(product, self, operations, add, pdl=self._pdl)
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         hidden, norm, absorbed = residual.hidden, self._norm, None
@@ -394,22 +394,40 @@ class _RowProjection:
 
 
 class _AdaptedRowProjection:
-    """On a GPU: a projection with adapters, whose product and the operations around it are separate launches."""
+    """On a GPU: a projection with adapters, whose product and the operations around it are separate launches.
+
+    Args:
+        product: without operations.
+        writer: adds the product to the residual stream.
+        operations: around the product.
+        add: what adapters add to it.
+        pdl: use programmatic dependent launch.
+    """
 
     copies_weights = False
 
     def __init__(
-        self, product: _RowProjection, operations: Operations, add: Add, *, pdl: bool
+        self,
+        product: _RowProjection,
+        writer: _RowProjection,
+        operations: Operations,
+        add: Add,
+        *,
+        pdl: bool,
     ) -> None:
-        self._product, self._operations, self._add, self._pdl = product, operations, add, pdl
+        self._product, self._writer = product, writer
+        self._operations, self._add, self._pdl = operations, add, pdl
 
     def adapted(self, add: Add) -> Projection:
         first = self._add
 
-        def both(x: Tensor, y: Tensor) -> Tensor:
-            return add(x, first(x, y))
+        def both(x: Tensor, *, pdl: bool = False) -> Callable[[Tensor], Tensor]:
+            one, two = first(x, pdl=pdl), add(x, pdl=pdl)
+            return lambda y: two(one(y))
 
-        return _AdaptedRowProjection(self._product, self._operations, both, pdl=self._pdl)
+        return _AdaptedRowProjection(
+            self._product, self._writer, self._operations, both, pdl=self._pdl
+        )
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         norm, activation = self._operations[:2]
@@ -424,19 +442,23 @@ class _AdaptedRowProjection:
         if post_norm is not None:
             part = normalized_part(post_norm, self(x), pdl=self._pdl)
             return Residual(residual.hidden, part)
-        return Residual(residual.hidden.add_(self(x)))
+        finish = self._add(x, pdl=self._pdl)
+        added = self._writer.to_residual(x, residual)
+        finish(added.hidden)
+        return added
 
     def partials(self, x: Tensor) -> Tensor:
         return self(x)[None]
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._add(x, self._product(x, out))
+        finish = self._add(x, pdl=self._pdl)
+        return finish(self._product(x, out))
 
     def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
         return argmax_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
 
-    def prefetches(self, _rows: int, /) -> bool:
-        return False
+    def prefetches(self, rows: int, /) -> bool:
+        return self._writer.prefetches(rows)
 
     @property
     def row_counts(self) -> tuple[int, ...]:

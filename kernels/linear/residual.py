@@ -6,7 +6,7 @@ to_residual      residual + norm(x W^T * scale + bias), with or without that nor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,16 @@ if TYPE_CHECKING:
 
     from kernels.collective.communicator import Communicator
 
-Add: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
-"""Adds to its second argument, in place, and returns it."""
+
+class Add(Protocol):
+    """What a linear layer has besides its weights, added to its product."""
+
+    def __call__(self, x: Tensor, *, pdl: bool = False) -> Callable[[Tensor], Tensor]:
+        """Begin with the input of the product, [T, C].
+
+        Returns:
+            A function that adds to its argument, [T, N], in place, and returns it.
+        """
 
 
 class Residual(NamedTuple):
@@ -60,7 +68,7 @@ class ResidualWriter(Protocol):
         """Return the same linear layer with adapters.
 
         Args:
-            add: adds to the product of the weights, [T, N], what the adapters make of its input, [T, C].
+            add: what the adapters make of the input of the product; it begins before the product.
         """
 
 

@@ -10,10 +10,13 @@ import torch
 
 from kernels import PagedBatch
 from kernels.linear.lora import LoraRows
+from kernels.selection import load
 from model.device.transfer import StagedArrays
 from model.executors.columns import StepArrays, columns_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from model.device.transfer import HostArray
@@ -178,7 +181,8 @@ def lora_rows(step: StepInput) -> LoraRows:
     """Return the adapters of a step's rows, for layers on its device."""
     slots = token_slots(step)
     if slots.device.type != "cpu":
-        return LoraRows(slots, slots.argsort(stable=True))
+        sort: Callable[[Tensor], LoraRows] = load("kernels.linear.gpu.lora:sorted_rows")
+        return sort(slots)
     bucket, host = step.bucket, step.host
     bounds: list[tuple[int, int]] = []
     for starts, base in ((host.cu_seqlens, 0), (host.prompt_cu_seqlens, bucket.decode_tokens)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 
 from benchmarks.local_engine import LocalEngine
 from kernels.linear.gpu.lora import add_lora as add_on_gpu
-from kernels.linear.lora import LoraRows, LoraWeights, add_lora
+from kernels.linear.gpu.lora import begin_lora as begin_on_gpu
+from kernels.linear.gpu.lora import sorted_rows
+from kernels.linear.lora import LoraWeights, add_lora
+from kernels.norms.gpu.norm_and_gate import add_rms_norm
 from model.adapters.adapter import AdapterReader
 from model.checkpoint.config import ModelConfig
 from model.sampling.parameters import SamplingParams
@@ -23,6 +27,10 @@ from tests.model.checkpoint.hf_checkpoints import VOCAB_SIZE, Case
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 DEVICE = "cuda"
+early_launches = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="the GPU has no programmatic dependent launch",
+)
 QKV, DOWN = ((4096, 1024, 1024), 4096), ((1024,), 3072)
 
 
@@ -40,40 +48,84 @@ def random_rows(count, slots, seed=0):
     rng = random.Random(seed)
     found = torch.tensor([rng.randrange(-1, slots) for _ in range(count)], dtype=torch.int32)
     found = found.to(DEVICE)
-    sequences = [(i, i + 1, slot) for i, slot in enumerate(found.tolist()) if slot >= 0]
-    return LoraRows(found, found.argsort(stable=True), sequences)
+    return rows_of(found)
 
 
+def rows_of(slots):
+    """Return rows as all implementations read them."""
+    sequences = [(i, i + 1, slot) for i, slot in enumerate(slots.tolist()) if slot >= 0]
+    return sorted_rows(slots)._replace(sequences=sequences)
+
+
+@pytest.mark.parametrize("pdl", [False, pytest.param(True, marks=early_launches)], ids=["", "pdl"])
 @pytest.mark.parametrize("shape", [QKV, DOWN], ids=["qkv", "down"])
 @pytest.mark.parametrize("rank", [16, 64, 256])
-@pytest.mark.parametrize("count", [1, 17, 64, 300])
-def test_each_row_gets_the_result_of_its_adapter(shape, rank, count):
+@pytest.mark.parametrize("count", [1, 17, 64, 256, 300])
+def test_each_row_gets_the_result_of_its_adapter(shape, rank, count, pdl):
     weights, rows = random_weights(*shape, rank, 5), random_rows(count, 5)
+    check(shape, weights, rows, pdl=pdl)
+
+
+@pytest.mark.parametrize("kind", ["all others", "one", "pairs, and rows without"])
+def test_sixty_four_rows_have_up_to_as_many_adapters(kind):
+    slots = {
+        "all others": list(range(64))[::-1],
+        "one": [37] * 64,
+        "pairs, and rows without": [-1 if i % 3 == 2 else i // 6 for i in range(64)],
+    }[kind]
+    rows = rows_of(torch.tensor(slots, dtype=torch.int32, device=DEVICE))
+    check(QKV, random_weights(*QKV, 16, 64), rows)
+
+
+def check(shape, weights, rows, *, pdl=False):
+    """Compare with the formula in float64 and with PyTorch."""
+    count = len(rows.slots)
     x = torch.randn(count, shape[1], device=DEVICE).bfloat16()
     y = torch.randn(count, sum(shape[0]), device=DEVICE).bfloat16()
     exact = weights._replace(a=weights.a.double(), b=weights.b.double())
     truth = add_lora(x.double(), y.double(), exact, rows)
     plain = add_lora(x, y.clone(), weights, rows)
 
-    found = add_on_gpu(x, y.clone(), weights, rows)
+    found = begin_on_gpu(x, weights, rows, pdl=pdl)(y.clone())
 
     assert_no_worse_than(found, truth, plain, atol=1e-2)
     without = rows.slots < 0
     assert torch.equal(found[without], y[without])
 
 
-def test_a_row_has_the_same_bits_beside_any_others():
-    weights = random_weights(*QKV, 16, 4)
-    x = torch.randn(200, 4096, device=DEVICE).bfloat16()
-    y = torch.randn(200, 6144, device=DEVICE).bfloat16()
-    one = torch.tensor([2], dtype=torch.int32, device=DEVICE)
-    alone = add_on_gpu(x[:1], y[:1].clone(), weights, LoraRows(one, one.argsort()))
+@pytest.mark.parametrize("shape", [QKV, DOWN], ids=["qkv", "down"])
+@pytest.mark.parametrize("rank", [16, 64, 256])
+def test_a_row_has_the_same_bits_beside_any_others(shape, rank):
+    weights = random_weights(*shape, rank, 4)
+    x = torch.randn(300, shape[1], device=DEVICE).bfloat16()
+    y = torch.randn(300, sum(shape[0]), device=DEVICE).bfloat16()
+    one = rows_of(torch.tensor([2], dtype=torch.int32, device=DEVICE))
+    alone = add_on_gpu(x[:1], y[:1].clone(), weights, one)
 
-    for seed in range(5):
-        rows = random_rows(200, 4, seed)
-        rows.slots[0] = 2
-        mixed = LoraRows(rows.slots, rows.slots.argsort(stable=True))
-        assert torch.equal(add_on_gpu(x, y.clone(), weights, mixed)[0], alone[0])
+    for count, seed in itertools.product((2, 16, 64, 200, 300), range(5)):
+        slots = random_rows(count, 4, seed).slots
+        slots[0] = 2
+        mixed = rows_of(slots)
+        for rows in (mixed, mixed._replace(tiles=None)):
+            found = add_on_gpu(x[:count], y[:count].clone(), weights, rows)
+            assert torch.equal(found[0], alone[0]), (count, seed, rows.tiles is None)
+
+
+@early_launches
+def test_launches_that_start_early_give_the_same_bits_as_others():
+    size = 6144
+    weights, rows = random_weights((4096, 1024, 1024), size, 16, 8), random_rows(64, 8)
+    x = torch.randn(64, size, device=DEVICE).bfloat16()
+    gain = torch.ones(size, device=DEVICE).bfloat16()
+
+    def chain(*, pdl):
+        stream = x.clone()
+        for _ in range(200):
+            normalized = add_rms_norm(stream, gain, 1e-6, pdl=pdl)
+            begin_on_gpu(normalized, weights, rows, pdl=pdl)(stream)
+        return stream
+
+    assert torch.equal(chain(pdl=True), chain(pdl=False))
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])

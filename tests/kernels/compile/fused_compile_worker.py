@@ -19,10 +19,10 @@ from kernels.attention.training.registry import TrainingBatch, TrainingProblem
 from kernels.collective import one_shot
 from kernels.linear.gpu.groups import GroupsLinear
 from kernels.linear.gpu.invariant import InvariantLinear
-from kernels.linear.gpu.lora import add_lora
+from kernels.linear.gpu.lora import begin_lora, sorted_rows
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.gpu.persistent import PersistentLinear
-from kernels.linear.lora import LoraRows, LoraWeights
+from kernels.linear.lora import LoraWeights
 from kernels.linear.matrix_tiles import ROW_COUNTS
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import GROUPS, VECTOR
@@ -143,7 +143,7 @@ class FusedJob:
             "rope", "norm", "values", "queries", "fp8", "ahead", "invariant" and "float32"; of "step" see `STEPS`; of
             "matrix" and "persistent" see `MATRICES`, of the former also "fp8", "fp8 blocks" or "int4", of the latter
             "invariant"; of "groups" see `MATRICES`, also "fp8 blocks"; of "invariant" some of "parts", "fp8",
-            "float32"; of "lora" "rank 64", "rank 256" or "float32"; of
+            "float32"; of "lora" "rank 64", "rank 256", "long" or "float32"; of
             "sum_ranks" "norm" and with it "parts"; of "gated_delta" see `GATED_DELTA`; of "mamba2" see `MAMBA2`; of
             "training" some of "all", "window", "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a
             group".
@@ -351,18 +351,15 @@ class FusedCompiler(Compiler):
         ids = torch.empty(job.tokens, dtype=torch.int64)
         embed(ids, ids, torch.empty((8, 4096), dtype=torch.bfloat16), pdl=pdl)
 
-    def _lora(self, job: FusedJob, _pdl: bool) -> None:
+    def _lora(self, job: FusedJob, pdl: bool) -> None:
         rank = next((it for it in (64, 256) if f"rank {it}" in job.around), 16)
         dtype = torch.float32 if "float32" in job.around else torch.bfloat16
-        x = torch.empty((job.tokens, 4096), dtype=dtype)
-        y = torch.empty((job.tokens, 6144), dtype=dtype)
-        weights = LoraWeights(
-            torch.empty((2, 3, rank, 4096), dtype=dtype),
-            torch.empty((2, rank, 6144), dtype=dtype),
-            (4096, 1024, 1024),
-        )
-        slots = torch.empty(job.tokens, dtype=torch.int32)
-        add_lora(x, y, weights, LoraRows(slots, slots.long()))
+        parts, inputs = ((4096,), 14336) if "long" in job.around else ((4096, 1024, 1024), 4096)
+        x = torch.empty((job.tokens, inputs), dtype=dtype)
+        y = torch.empty((job.tokens, sum(parts)), dtype=dtype)
+        weights = LoraWeights.zeros(2, rank, parts, inputs, dtype, x.device)
+        rows = sorted_rows(torch.zeros(job.tokens, dtype=torch.int32))
+        begin_lora(x, weights, rows, pdl=pdl)(y)
 
     _gated_delta = staticmethod(launch_gated_delta)
     _mamba2 = staticmethod(launch_mamba2)

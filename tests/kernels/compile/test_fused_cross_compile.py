@@ -159,10 +159,12 @@ def jobs_for(sm: int) -> list[FusedJob]:
         ),
         FusedJob(sm, "embed", tokens=64),
         *(
-            FusedJob(sm, "lora", around=around, tokens=64, function=name)
-            for around in ((), ("rank 64",), ("rank 256",), ("float32",))
+            FusedJob(sm, "lora", around=around, tokens=rows, function=name)
+            for around in ((), ("long",), ("rank 64",), ("rank 256",), ("float32",))
+            for rows in (64, 1024)
             for name in ("shrink", "expand")
         ),
+        FusedJob(sm, "lora", tokens=64, function="find_tiles"),
         *(FusedJob(sm, "sum_ranks", around=it) for it in ((), ("norm",), ("norm", "parts"))),
         FusedJob(sm, "best"),
         *(FusedJob(sm, "argmax", function=name) for name in ("rank_tiles", "choose_best")),
@@ -272,7 +274,11 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     if facts["registers"] * facts["threads"] > REGISTERS:
         found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
     waits = facts["ptx"].get("griddepcontrol.wait", 0)
-    independent = job.operation in ("embed", "lora", "step") or job == FusedJob(job.sm, "sum_ranks")
+    independent = (
+        job.operation in ("embed", "step")
+        or job.function == "find_tiles"
+        or job == FusedJob(job.sm, "sum_ranks")
+    )
     if waits != (job.sm >= HOPPER and not independent):
         found.append(f"waits {waits} times")
     # 16 bytes are no more than half a head, and a thread has one token.

@@ -27,7 +27,15 @@ def rows_of(sequences):
     slots = torch.full((sequences[-1][1],), -1, dtype=torch.int32)
     for first, stop, slot in sequences:
         slots[first:stop] = slot
-    return LoraRows(slots, slots.argsort(), [it for it in sequences if it[2] >= 0])
+    return LoraRows(slots, None, [it for it in sequences if it[2] >= 0])
+
+
+def on_a_gpu(rows, *, listed=True):
+    """Return rows as the kernels read them, with or without a list of tiles."""
+    from kernels.linear.gpu.lora import sorted_rows
+
+    found = sorted_rows(rows.slots)
+    return found if listed else found._replace(tiles=None)
 
 
 def formula(x, y, it, slots):
@@ -78,10 +86,34 @@ def test_on_a_cpu_a_row_has_the_same_bits_beside_any_other_adapters(rank):
 
 
 @triton_interpreter.interpreted
+@pytest.mark.parametrize("count", [1, 15, 40, 256])
+def test_tiles_are_neighbours_of_one_slot_and_have_every_row_with_an_adapter_once(count):
+    from kernels.linear.gpu.lora import sorted_rows
+
+    for slots in (1, 3, 64):
+        of_rows = torch.randint(-1, slots, (count,), dtype=torch.int32)
+        with triton_interpreter.poisoned_memory():
+            rows = sorted_rows(of_rows)
+
+        found = []
+        for first, stop, slot in rows.tiles.T.tolist():
+            own = rows.order[first:stop]
+            assert len(own) <= 16
+            assert (slot >= 0) == (len(own) > 0)
+            assert (of_rows[own] == slot).all()
+            found += own.tolist()
+        assert sorted(found) == (of_rows >= 0).nonzero().flatten().tolist()
+        used = int((rows.tiles[2] >= 0).sum())
+        assert (rows.tiles[2, :used] >= 0).all()
+        assert used <= min(count, -(-count // 16) + slots)
+
+
+@triton_interpreter.interpreted
+@pytest.mark.parametrize("listed", [True, False], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
-def test_the_kernels_agree_with_the_formula(parts, sequences, dtype):
+def test_the_kernels_agree_with_the_formula(parts, sequences, dtype, listed):
     from kernels.linear.gpu.lora import add_lora as add_on_gpu
 
     inputs = 1100  # several parts of the columns, none of which is a multiple of a tile
@@ -92,7 +124,7 @@ def test_the_kernels_agree_with_the_formula(parts, sequences, dtype):
     plain = add_lora(x, y.clone(), it, rows)
 
     with triton_interpreter.poisoned_memory():
-        found = add_on_gpu(x, y.clone(), it, rows)
+        found = add_on_gpu(x, y.clone(), it, on_a_gpu(rows, listed=listed))
 
     assert_no_worse_than(found, truth, plain, atol=1e-5)
     without = rows.slots < 0
@@ -100,18 +132,20 @@ def test_the_kernels_agree_with_the_formula(parts, sequences, dtype):
 
 
 @triton_interpreter.interpreted
-@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("rank", [16, 64, 128])
 def test_a_row_of_the_kernels_has_the_same_bits_beside_any_other_adapters(rank):
     from kernels.linear.gpu.lora import add_lora as add_on_gpu
 
-    it = weights(PARTS["qkv"], rank, dtype=torch.bfloat16)
-    x, y = torch.randn(40, 136).bfloat16(), torch.randn(40, 128).bfloat16()
+    it = weights(PARTS["qkv"], rank, inputs=1100, dtype=torch.bfloat16)
+    x, y = torch.randn(40, 1100).bfloat16(), torch.randn(40, 128).bfloat16()
     found = {}
     for slot in range(3):
-        alone = rows_of([(0, 11, -1), (11, 12, slot)])
+        alone = on_a_gpu(rows_of([(0, 11, -1), (11, 12, slot)]))
         found[slot] = add_on_gpu(x[:12], y[:12].clone(), it, alone)[11]
 
     for first in range(3):
         for slot in range(3):
             rows = rows_of([(0, 5, first), (5, 11, 2), (11, 12, slot), (12, 30, -1), (30, 40, 0)])
-            assert torch.equal(add_on_gpu(x, y.clone(), it, rows)[11], found[slot])
+            for listed in (True, False):
+                mixed = on_a_gpu(rows, listed=listed)
+                assert torch.equal(add_on_gpu(x, y.clone(), it, mixed)[11], found[slot])

@@ -5,7 +5,6 @@ import torch
 
 import kernels.linear.lora
 import model.executors.layers.executor
-from kernels.linear.lora import LoraRows
 from model.network.adapter_slots import Update
 from model.network.matrix_shapes import matrix_shapes
 from tests.kernels import triton_interpreter
@@ -21,17 +20,15 @@ RANK, SLOTS = 5, 2
 @pytest.fixture
 def kernels_for_adapters(monkeypatch):
     """Add what adapters make with the kernels for GPUs."""
-    from kernels.linear.gpu.lora import add_lora
+    from kernels.linear.gpu.lora import begin_lora, sorted_rows
 
     rows_of = model.executors.layers.executor.lora_rows
 
-    def sorted_rows(step):
-        slots = rows_of(step).slots
-        return LoraRows(slots, slots.argsort(stable=True))
-
     def switch():
-        monkeypatch.setattr(kernels.linear.lora, "add_lora", add_lora)
-        monkeypatch.setattr(model.executors.layers.executor, "lora_rows", sorted_rows)
+        monkeypatch.setattr(kernels.linear.lora, "begin_lora", begin_lora)
+        monkeypatch.setattr(
+            model.executors.layers.executor, "lora_rows", lambda it: sorted_rows(rows_of(it).slots)
+        )
 
     return switch
 
