@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from server.engine.core.engine import Engine
 
 _BLOCK_SIZE: Final = 16
+_GPU_BLOCK_SIZE: Final = 64
 _ITEM_BYTES: Final = 2
 
 
@@ -346,7 +347,7 @@ def make_engine(options: argparse.Namespace, sequences: int, slots: int, host: i
         slots: of adapters on the device; 0 if the service has none.
         host: adapters in host memory.
     """
-    on_cpu = options.device == "cpu"
+    block_size = _BLOCK_SIZE if options.device == "cpu" else _GPU_BLOCK_SIZE
     config = EngineConfig(
         model_path=str(resolve(options.model)),
         model_id=options.model,
@@ -361,7 +362,7 @@ def make_engine(options: argparse.Namespace, sequences: int, slots: int, host: i
         max_loras=slots,
         max_lora_rank=options.rank,
         max_cpu_loras=host,
-        **({"block_size": _BLOCK_SIZE} if on_cpu else {}),
+        block_size=block_size,
     )
     return LocalEngine(config)
 
