@@ -121,6 +121,7 @@ def _replace_assembly() -> None:
 
     from kernels.attention.portable import tile_fp8 as tile_pairs
     from kernels.gpu import functions as device
+    from kernels.recurrent.gpu import gated_delta_blocks
 
     @triton.jit
     def prefetch(addresses):
@@ -137,6 +138,7 @@ def _replace_assembly() -> None:
 
     tile_pairs.unpack_pairs = unpack_pairs
     device.prefetch = prefetch
+    gated_delta_blocks.fast_silu = device.silu
 
 
 def _repair() -> None:

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton: one launch for decode rows, four for prompts."""
+"""The gated delta rule in Triton: one launch for decode rows, three for prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.arch import HOPPER, TENSOR_MEMORY, detect
-from kernels.recurrent.gpu.gated_delta_blocks import FACTORS, convolve_heads, solve_blocks
+from kernels.recurrent.gpu.gated_delta_blocks import solve_blocks
 from kernels.recurrent.gpu.gated_delta_carry import carry_states, gated_norm
 from kernels.recurrent.gpu.gated_delta_step import gated_delta_step
 from kernels.recurrent.gpu.tiles import sequences
@@ -26,10 +26,10 @@ _MOST_ROWS: Final = 1024
 """Of a launch for decode rows."""
 _TILE: Final = 16384
 """Elements of the state that a program of a decode row holds in registers."""
-_ROWS: Final = 32
-"""Tokens that a program convolves."""
-_SLICE: Final = 32
-"""Values that a program carries through a prompt: fewer make more programs, each of which loads all keys."""
+_SLICE: Final = 64
+"""Values that a program carries through a prompt: rows of the smallest product of a warpgroup."""
+_PART: Final = 128
+"""Values that are computed at once in a block."""
 _VECTORS: Final = 4096
 """Elements that a program normalizes."""
 _MOST_KEYS: Final = 128
@@ -67,9 +67,10 @@ class GatedDelta(pytorch.GatedDelta):
             "W": shape.width,
             "BK": max(16, triton.next_power_of_2(shape.key_dim)),
         }
+        values = max(16, triton.next_power_of_2(shape.value_dim))
         keys = self._sizes["BK"] * (2 if conv.dtype is torch.float32 else 1)
-        self._slice = _SLICE if keys <= _MOST_KEYS else _SLICE // 2
-        self._padded = {"BV": max(self._slice, triton.next_power_of_2(shape.value_dim))}
+        self._slice = min(values, _SLICE if keys <= _MOST_KEYS else _SLICE // 2)
+        self._padded = {"BV": values}
         self._has_bias = {"BIAS": has_bias}
 
     def __call__(
@@ -128,35 +129,28 @@ class GatedDelta(pytorch.GatedDelta):
         keys, values = self._sizes["BK"], self._padded["BV"]
         dtype, device = projected.dtype, projected.device
         blocks = (
-            torch.empty((count, 2, groups, CHUNK, keys), dtype=dtype, device=device),
-            torch.empty((count, heads, CHUNK, values), dtype=dtype, device=device),
-            torch.empty((count, heads, 2, CHUNK, CHUNK), dtype=dtype, device=device),
-            torch.empty((count, heads, FACTORS.value, CHUNK), dtype=torch.float32, device=device),
+            torch.empty((count, heads, 3, CHUNK, keys), dtype=dtype, device=device),
+            torch.empty((count, heads, values, CHUNK), dtype=dtype, device=device),
+            torch.empty((count, heads, CHUNK, CHUNK), dtype=dtype, device=device),
+            torch.empty((count, heads), dtype=torch.float32, device=device),
         )
         keeps = segments.kept_slots is not None
         kept = segments.kept_slots if keeps else segments.slots
-        where = segments.cu_seqlens, segments.positions[segments.rows :], segments.slots
+        where = segments.cu_seqlens, segments.positions[segments.rows :], segments.slots, kept
         counts = segments.rows, segments.num_prompts
-        keys_of, values_of, squares, factors = blocks
-        sizes = {"CHUNK": CHUNK, "SEQS": sequences(segments.num_prompts)}
-        conv, bias, *decay = self._arguments
-        convolve_heads[2 * groups + heads, count * (CHUNK // _ROWS)](
-            projected, conv, bias, conv_state, *where, kept, keys_of, values_of, *counts, projected.stride(0),
-            conv_state.stride(0), shape.key_dim**-0.5,
-            **self._sizes, **self._padded, **sizes, **self._has_bias, ROWS=_ROWS, KEEPS=keeps,
-            num_warps=8,
-        )  # fmt: skip
+        sizes = {"CHUNK": CHUNK, "SEQS": sequences(segments.num_prompts), "KEEPS": keeps}
         solve_blocks[heads, count](
-            gates, *decay, *where[:2], keys_of, squares, factors, segments.num_prompts, gates.stride(0),
-            H=heads, G=groups, BK=keys, **sizes, LEVELS=_LEVELS,
+            projected, gates, *self._arguments, conv_state, *where, *blocks, *counts, projected.stride(0),
+            gates.stride(0), conv_state.stride(0), shape.key_dim**-0.5,
+            **self._sizes, **self._padded, **sizes, **self._has_bias, PART=min(values, _PART), LEVELS=_LEVELS,
             OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,
-            num_warps=8 if dtype is torch.float32 else 4,
+            num_warps=8 if dtype is torch.float32 or keys > _MOST_KEYS else 4,
         )  # fmt: skip
         slices = triton.cdiv(shape.value_dim, self._slice)
         carry_states[slices, heads, segments.num_prompts](
-            projected, conv_state, state, *where, kept, *blocks, out, *counts,
+            projected, conv_state, state, *where, *blocks, out, *counts,
             projected.stride(0), conv_state.stride(0), state.stride(0),
-            **self._sizes, **self._padded, **sizes, SLICE=self._slice, KEEPS=keeps,
+            **self._sizes, **self._padded, **sizes, SLICE=self._slice,
             CHANNELS=triton.next_power_of_2(triton.cdiv(shape.channels, slices * heads)), **self._carry_launch(dtype),
         )  # fmt: skip
         vectors = max(1, _VECTORS // values)
@@ -176,7 +170,7 @@ class GatedDelta(pytorch.GatedDelta):
         warps = 4 if from_shared else 8
         if dtype is torch.float32:
             return {"STAGES": 1, "num_warps": warps}
-        a_block = CHUNK * (2 * keys + 2 * CHUNK + size) * dtype.itemsize
+        a_block = CHUNK * (3 * keys + CHUNK + size) * dtype.itemsize
         held = (self._arch.shared_memory_bytes - keys * size * dtype.itemsize) // a_block
         stages = max(1, min(_MOST_STAGES, held + (not from_shared)))
         return {"STAGES": stages, "num_warps": warps}
