@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.arch import HOPPER, TENSOR_MEMORY, detect
 from kernels.recurrent.gpu.gated_delta_blocks import solve_blocks
 from kernels.recurrent.gpu.gated_delta_carry import carry_states, gated_norm
+from kernels.recurrent.gpu.gated_delta_hopper import carry_in_flight
 from kernels.recurrent.gpu.gated_delta_step import gated_delta_step
 from kernels.recurrent.gpu.tiles import sequences
 from kernels.recurrent.problem import CHUNK
@@ -35,6 +38,8 @@ _VECTORS: Final = 4096
 _MOST_KEYS: Final = 128
 """Elements of a key from which on a program carries half as many values."""
 _MOST_STAGES: Final = 3
+_RESULTS: Final = 16384
+"""Bytes of shared memory beside the stages of `carry_in_flight`."""
 _LEVELS: Final = CHUNK.bit_length() - 1
 
 
@@ -147,11 +152,12 @@ class GatedDelta(pytorch.GatedDelta):
             num_warps=8 if dtype is torch.float32 or keys > _MOST_KEYS else 4,
         )  # fmt: skip
         slices = triton.cdiv(shape.value_dim, self._slice)
-        carry_states[slices, heads, segments.num_prompts](
-            projected, conv_state, state, *where, *blocks, out, *counts,
+        carry, arrays, launch = self._carry(dtype, blocks)
+        carry[slices, heads, segments.num_prompts](
+            *arrays, projected, conv_state, state, *where, out, *counts,
             projected.stride(0), conv_state.stride(0), state.stride(0),
             **self._sizes, **self._padded, **sizes, SLICE=self._slice,
-            CHANNELS=triton.next_power_of_2(triton.cdiv(shape.channels, slices * heads)), **self._carry_launch(dtype),
+            CHANNELS=triton.next_power_of_2(triton.cdiv(shape.channels, slices * heads)), **launch,
         )  # fmt: skip
         vectors = max(1, _VECTORS // values)
         gated_norm[triton.cdiv(len(projected) * heads, vectors),](
@@ -159,18 +165,31 @@ class GatedDelta(pytorch.GatedDelta):
             H=heads, DV=shape.value_dim, BV=values, VECTORS=vectors, num_warps=4,
         )  # fmt: skip
 
-    def _carry_launch(self, dtype: torch.dtype) -> dict[str, int]:
-        """Return the launch options of `carry_states`: a loop with as many stages as the shared memory holds blocks.
+    def _carry(
+        self, dtype: torch.dtype, blocks: tuple[Tensor, ...]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
+        """Return the kernel that carries states, what it takes of `blocks`, and its launch options.
 
-        Where products read their operands from registers, Triton keeps one block less, and twice the warps are needed
-        to hold them.
+        Its loop has as many stages as the shared memory holds blocks. Where products read their operands from
+        registers, Triton keeps one block less, and twice the warps are needed to hold them.
         """
         keys, size = self._sizes["BK"], self._slice
         from_shared = not self._arch.unsupported(HOPPER | TENSOR_MEMORY)
         warps = 4 if from_shared else 8
         if dtype is torch.float32:
-            return {"STAGES": 1, "num_warps": warps}
+            return carry_states, blocks, {"STAGES": 1, "num_warps": warps}
         a_block = CHUNK * (3 * keys + CHUNK + size) * dtype.itemsize
+        if not self._arch.unsupported(HOPPER) and size == _SLICE:
+            stages = min(_MOST_STAGES, (self._arch.shared_memory_bytes - _RESULTS) // a_block)
+            boxes = ([CHUNK, keys], [size, CHUNK], [CHUNK, CHUNK])
+            arrays = tuple(map(_in_boxes, blocks, boxes))
+            return carry_in_flight, (*arrays, blocks[-1]), {"STAGES": stages, "num_warps": 4}
         held = (self._arch.shared_memory_bytes - keys * size * dtype.itemsize) // a_block
         stages = max(1, min(_MOST_STAGES, held + (not from_shared)))
-        return {"STAGES": stages, "num_warps": warps}
+        return carry_states, blocks, {"STAGES": stages, "num_warps": warps}
+
+
+def _in_boxes(x: Tensor, box: list[int]) -> TensorDescriptor:
+    """Describe an array's rows, which TMA copies in boxes."""
+    layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(x.dtype).removeprefix("torch.")))
+    return TensorDescriptor(x, [x.numel() // box[1], box[1]], [box[1], 1], box, layout)

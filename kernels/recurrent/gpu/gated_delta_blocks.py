@@ -57,8 +57,8 @@ def convolve_tile(
 ):  # fmt: skip
     """Convolve the tokens of a block and apply SiLU; [CHUNK, BD] of `dtype`.
 
-    A thread computes consecutive tokens, so that it loads and widens each input once. Tokens past the end give anything
-    finite without UNIT.
+    A thread computes consecutive tokens, so that it loads and widens each input once. Tokens past the end give 0 where
+    their factors are 0, and anything finite elsewhere.
 
     Args:
         inputs: of the prompt: x, [length, C], and the distance of its tokens; conv, [W, C]; bias, [C], where BIAS; the
@@ -68,7 +68,7 @@ def convolve_tile(
         end: the place after that of the last one.
         first: of the D channels.
         scale: the length to which vectors are scaled, where UNIT.
-        factors: [CHUNK] float32, by which results are multiplied before they are stored, where UNIT.
+        factors: [CHUNK] float32, by which results are multiplied; where UNIT, only those that are stored.
         to: [CHUNK, BD], where UNIT.
     """
     conv, bias = inputs[2], inputs[3]
@@ -93,8 +93,7 @@ def convolve_tile(
             window = window + (load_before(inputs, at, end, channel, exists, C, W),)
     if BIAS:
         shift = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)[None, :]
-    if UNIT:
-        factor = by_token(factors)
+    factor = by_token(factors)
     found = ()
     for i in tl.static_range(TOKENS):
         window = window + (raw[i].to(tl.float32),)
@@ -109,6 +108,8 @@ def convolve_tile(
             y = y * tl.where(start + group + i < end, scale / length, 0.0)[:, None]
             at = to + (group + i)[:, None] * BD + place[None, :]
             tl.store(at, (y * factor[i][:, None]).to(dtype))
+        else:
+            y = y * factor[i][:, None]
         found = found + (y.to(dtype),)
     pairs = tl.join(
         tl.join(tl.join(found[0], found[1]), tl.join(found[2], found[3])),
@@ -271,7 +272,7 @@ def solve_blocks(
         inverse = invert(lower, CHUNK, LEVELS, OPERANDS)
         w = tl.dot((inverse * (-beta * decay)[None, :]).to(dtype), k, input_precision=PRECISION)
         tl.store(of_head + token[:, None] * BK + key[None, :], w.to(dtype))
-        inverse = (inverse * beta[None, :]).to(dtype)
+        inverse = inverse.to(dtype)
         for part in tl.static_range(BV // PART):
             value = part * PART + tl.arange(0, PART)
             v = convolve_tile(

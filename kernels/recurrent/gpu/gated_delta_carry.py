@@ -12,7 +12,7 @@ from kernels.recurrent.gpu.tiles import find_prompt
 
 @triton.jit(do_not_specialize=["rows", "num_prompts"], do_not_specialize_on_alignment=INDICES)
 def carry_states(
-    projected, conv_state, state, cu_seqlens, positions, slots, kept_slots, keys, values, scores, decays, out, rows,
+    keys, values, scores, decays, projected, conv_state, state, cu_seqlens, positions, slots, kept_slots, out, rows,
     num_prompts, projected_stride, conv_stride, state_stride,
     H: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, SLICE: tl.constexpr, CHUNK: tl.constexpr, SEQS: tl.constexpr, CHANNELS: tl.constexpr,
