@@ -30,13 +30,13 @@ _MOST_ROWS: Final = 1024
 _TILE: Final = 16384
 """Elements of the state that a program of a decode row holds in registers."""
 _SLICE: Final = 64
-"""Values that a program carries through a prompt: rows of the smallest product of a warpgroup."""
+"""Values that a program carries through a prompt: rows of the smallest product of a warpgroup; half of them elsewhere."""
 _PART: Final = 128
 """Values that are computed at once in a block."""
 _VECTORS: Final = 4096
 """Elements that a program normalizes."""
 _MOST_KEYS: Final = 128
-"""Elements of a key from which on a program carries half as many values."""
+"""Elements of a key above which a program needs more warps."""
 _MOST_STAGES: Final = 3
 _RESULTS: Final = 16384
 """Bytes of shared memory beside the stages of `carry_in_flight`."""
@@ -73,8 +73,9 @@ class GatedDelta(pytorch.GatedDelta):
             "BK": max(16, triton.next_power_of_2(shape.key_dim)),
         }
         values = max(16, triton.next_power_of_2(shape.value_dim))
-        keys = self._sizes["BK"] * (2 if conv.dtype is torch.float32 else 1)
-        self._slice = min(values, _SLICE if keys <= _MOST_KEYS else _SLICE // 2)
+        self._from_shared = not self._arch.unsupported(HOPPER | TENSOR_MEMORY)
+        self._is_wide = self._sizes["BK"] > _MOST_KEYS
+        self._slice = min(values, _SLICE if self._from_shared else _SLICE // 2)
         self._padded = {"BV": values}
         self._has_bias = {"BIAS": has_bias}
 
@@ -149,7 +150,7 @@ class GatedDelta(pytorch.GatedDelta):
             gates.stride(0), conv_state.stride(0), shape.key_dim**-0.5,
             **self._sizes, **self._padded, **sizes, **self._has_bias, PART=min(values, _PART), LEVELS=_LEVELS,
             OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,
-            num_warps=8 if dtype is torch.float32 or keys > _MOST_KEYS else 4,
+            num_warps=4 if self._from_shared and dtype.itemsize == 2 and not self._is_wide else 8,
         )  # fmt: skip
         slices = triton.cdiv(shape.value_dim, self._slice)
         carry, arrays, launch = self._carry(dtype, blocks)
@@ -170,22 +171,21 @@ class GatedDelta(pytorch.GatedDelta):
     ) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
         """Return the kernel that carries states, what it takes of `blocks`, and its launch options.
 
-        Its loop has as many stages as the shared memory holds blocks. Where products read their operands from
-        registers, Triton keeps one block less, and twice the warps are needed to hold them.
+        Its loop has as many stages as the shared memory holds blocks. Where products read all operands from registers,
+        Triton keeps one block less, and twice the warps are needed to hold them, as they are for wide states.
         """
         keys, size = self._sizes["BK"], self._slice
-        from_shared = not self._arch.unsupported(HOPPER | TENSOR_MEMORY)
-        warps = 4 if from_shared else 8
+        warps = 4 if self._from_shared and not self._is_wide else 8
         if dtype is torch.float32:
-            return carry_states, blocks, {"STAGES": 1, "num_warps": warps}
+            return carry_states, blocks, {"STAGES": 1, "num_warps": 8}
         a_block = CHUNK * (3 * keys + CHUNK + size) * dtype.itemsize
-        if not self._arch.unsupported(HOPPER) and size == _SLICE:
+        if not (self._arch.unsupported(HOPPER) or self._is_wide) and size == _SLICE:
             stages = min(_MOST_STAGES, (self._arch.shared_memory_bytes - _RESULTS) // a_block)
             boxes = ([CHUNK, keys], [size, CHUNK], [CHUNK, CHUNK])
             arrays = tuple(map(_in_boxes, blocks, boxes))
             return carry_in_flight, (*arrays, blocks[-1]), {"STAGES": stages, "num_warps": 4}
         held = (self._arch.shared_memory_bytes - keys * size * dtype.itemsize) // a_block
-        stages = max(1, min(_MOST_STAGES, held + (not from_shared)))
+        stages = max(1, min(_MOST_STAGES, held + (not self._from_shared)))
         return carry_states, blocks, {"STAGES": stages, "num_warps": warps}
 
 
