@@ -30,7 +30,7 @@ _MOST_ROWS: Final = 1024
 _TILE: Final = 16384
 """Elements of the state that a program of a decode row holds in registers."""
 _SLICE: Final = 64
-"""Values that a program carries through a prompt: rows of the smallest product of a warpgroup; half of them elsewhere."""
+"""Values that a program carries through a prompt: rows of a warpgroup's smallest product; half as many elsewhere."""
 _PART: Final = 128
 """Values that are computed at once in a block."""
 _VECTORS: Final = 4096
@@ -130,7 +130,7 @@ class GatedDelta(pytorch.GatedDelta):
     ) -> None:
         """Compute prompts; the arguments are those of their tokens."""
         shape, (conv_state, state) = self.shape, states
-        heads, groups = shape.num_heads, shape.num_key_heads
+        heads = shape.num_heads
         count = len(projected) // CHUNK + 2 * segments.num_prompts
         keys, values = self._sizes["BK"], self._padded["BV"]
         dtype, device = projected.dtype, projected.device
@@ -191,5 +191,7 @@ class GatedDelta(pytorch.GatedDelta):
 
 def _in_boxes(x: Tensor, box: list[int]) -> TensorDescriptor:
     """Describe an array's rows, which TMA copies in boxes."""
-    layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(x.dtype).removeprefix("torch.")))
+    layout = gl.NVMMASharedLayout.get_default_for(
+        box, getattr(gl, str(x.dtype).removeprefix("torch."))
+    )
     return TensorDescriptor(x, [x.numel() // box[1], box[1]], [box[1], 1], box, layout)

@@ -82,22 +82,23 @@ def convolve_tile(
     raw = ()
     for i in tl.static_range(TOKENS):
         mask = (start + group + i < end)[:, None] & exists[None, :]
-        raw = raw + (tl.load(x + i * inputs[1] + offset, mask=mask, other=0.0),)
+        raw = raw + (tl.load(x + i * inputs[1] + offset, mask=mask, other=0.0),)  # type: ignore[assignment]
     window = ()
     taps = ()
     for tap in tl.static_range(W):
         factor = tl.load(conv + tap * C + channel, mask=exists, other=0.0)
-        taps = taps + (factor.to(tl.float32)[None, :],)
+        taps = taps + (factor.to(tl.float32)[None, :],)  # type: ignore[assignment]
         if tap < W - 1:
             at = start + group + (tap - W + 1)
-            window = window + (load_before(inputs, at, end, channel, exists, C, W),)
+            window = window + (load_before(inputs, at, end, channel, exists, C, W),)  # type: ignore[assignment]
+    shift = 0.0
     if BIAS:
         shift = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)[None, :]
     factor = by_token(factors)
     found = ()
     for i in tl.static_range(TOKENS):
-        window = window + (raw[i].to(tl.float32),)
-        total = window[i] * taps[0]
+        window = window + (raw[i].to(tl.float32),)  # type: ignore[assignment]
+        total = window[i] * taps[0]  # type: ignore[unreachable]
         for tap in tl.static_range(1, W):
             total += window[i + tap] * taps[tap]
         if BIAS:
@@ -112,8 +113,8 @@ def convolve_tile(
             y = y * factor[i][:, None]
         found = found + (y.to(dtype),)
     pairs = tl.join(
-        tl.join(tl.join(found[0], found[1]), tl.join(found[2], found[3])),
-        tl.join(tl.join(found[4], found[5]), tl.join(found[6], found[7])),
+        tl.join(tl.join(found[0], found[1]), tl.join(found[2], found[3])),  # type: ignore[misc]
+        tl.join(tl.join(found[4], found[5]), tl.join(found[6], found[7])),  # type: ignore[misc]
     )
     return tl.reshape(tl.permute(pairs, 0, 4, 3, 2, 1), [CHUNK, BD])
 
@@ -257,6 +258,10 @@ def solve_blocks(
             inputs, start, end, (G + group) * DK, 1.0, remaining, of_head + 2 * CHUNK * BK,
             DK, BK, C, W, BIAS, CHUNK, True, dtype,
         )  # fmt: skip
+        # Before the queries where both do not fit shared memory; elsewhere after them, since it needs registers.
+        kk = 0.0
+        if BK > 128:
+            kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         q = convolve_tile(
             inputs, start, end, group * DK, scale, decay, of_head + CHUNK * BK,
             DK, BK, C, W, BIAS, CHUNK, True, dtype,
@@ -267,7 +272,8 @@ def solve_blocks(
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         at_score = scores + it * (CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :]
         tl.store(at_score, (qk * between).to(dtype))
-        kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        if BK <= 128:
+            kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         lower = tl.where(token[:, None] > token[None, :], beta[:, None] * kk * between, 0.0)
         inverse = invert(lower, CHUNK, LEVELS, OPERANDS)
         w = tl.dot((inverse * (-beta * decay)[None, :]).to(dtype), k, input_precision=PRECISION)

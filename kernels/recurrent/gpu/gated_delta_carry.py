@@ -73,9 +73,7 @@ def carry_states(
         place = tl.maximum(block * CHUNK - begin, 0) + token
         end = tl.minimum((block + 1) * CHUNK - begin, length)
         at_out = ((first + place).to(tl.int64)[None, :] * H + head) * DV + value[:, None]
-        tl.store(
-            out + at_out, o.to(dtype), mask=(place < end)[None, :] & (value < DV)[:, None]
-        )
+        tl.store(out + at_out, o.to(dtype), mask=(place < end)[None, :] & (value < DV)[:, None])
         if KEEPS:
             kept = tl.load(kept_slots + first + end - 1).to(tl.int64)
             if kept >= 0:

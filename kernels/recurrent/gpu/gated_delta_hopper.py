@@ -15,11 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-INDICES = ["cu_seqlens", "positions", "slots", "kept_slots"]
+from kernels.recurrent.gpu.gated_delta_blocks import INDICES
 
 
 @gluon.jit(do_not_specialize=["rows", "num_prompts"], do_not_specialize_on_alignment=INDICES)
@@ -97,7 +96,9 @@ def carry_in_flight(
         carried = carried * decay
         decay = next_decay
         new = warpgroup_mma(rounded, w.index(stage).permute((1, 0)), start, is_async=True)
-        o = warpgroup_mma(rounded, q.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        o = warpgroup_mma(
+            rounded, q.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
         following = block - 1 + STAGES
         # All warps have waited for the products of the block before, whose stage is filled again. No branch: the
         # compiler would wait for the products in flight.
@@ -144,21 +145,31 @@ def find_prompt(
 
 
 @gluon.jit
-def copy_block(keys_desc, values_desc, scores_desc, stages, stage, it, part, BV: gl.constexpr, pred):
+def copy_block(
+    keys_desc, values_desc, scores_desc, stages, stage, it, part, BV: gl.constexpr, pred
+):
     """Start to copy what a block and head, number `it` of all, need to shared memory."""
     w, q, k, u, scores, full = stages
     CHUNK: gl.constexpr = w.shape[1]
     BK: gl.constexpr = w.shape[2]
     SLICE: gl.constexpr = u.shape[1]
-    bits: gl.constexpr = (3 * CHUNK * BK + SLICE * CHUNK + CHUNK * CHUNK) * keys_desc.dtype.primitive_bitwidth
+    bits: gl.constexpr = (
+        3 * CHUNK * BK + SLICE * CHUNK + CHUNK * CHUNK
+    ) * keys_desc.dtype.primitive_bitwidth
     barrier = full.index(stage)
     mbarrier.expect(barrier, bits // 8, pred=pred)
     row = it * (3 * CHUNK)
     tma.async_copy_global_to_shared(keys_desc, [row, 0], barrier, w.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(values_desc, [it * BV + part * SLICE, 0], barrier, u.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(
+        values_desc, [it * BV + part * SLICE, 0], barrier, u.index(stage), pred=pred
+    )
     tma.async_copy_global_to_shared(keys_desc, [row + CHUNK, 0], barrier, q.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(keys_desc, [row + 2 * CHUNK, 0], barrier, k.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(scores_desc, [it * CHUNK, 0], barrier, scores.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(
+        keys_desc, [row + 2 * CHUNK, 0], barrier, k.index(stage), pred=pred
+    )
+    tma.async_copy_global_to_shared(
+        scores_desc, [it * CHUNK, 0], barrier, scores.index(stage), pred=pred
+    )
 
 
 @gluon.jit
@@ -172,7 +183,13 @@ def places(left, DK: gl.constexpr, DV: gl.constexpr, BK: gl.constexpr, SLICE: gl
 
 @gluon.jit
 def load_state(
-    address, left, has_state, DK: gl.constexpr, DV: gl.constexpr, BK: gl.constexpr, SLICE: gl.constexpr
+    address,
+    left,
+    has_state,
+    DK: gl.constexpr,
+    DV: gl.constexpr,
+    BK: gl.constexpr,
+    SLICE: gl.constexpr,
 ):
     """Load a slice of a head's state, [BK, SLICE], of whose values the first `left` exist; zeros without a state."""
     place, exists = places(left, DK, DV, BK, SLICE)
@@ -183,7 +200,11 @@ def load_state(
 def store_state(address, carried, left, DK: gl.constexpr, DV: gl.constexpr):
     """Store a slice of a head's state, given as [SLICE, BK] in the layout of products."""
     place, exists = places(left, DK, DV, carried.shape[1], carried.shape[0])
-    gl.store(address + place, gl.convert_layout(gl.permute(carried, (1, 0)), place.type.layout), mask=exists)
+    gl.store(
+        address + place,
+        gl.convert_layout(gl.permute(carried, (1, 0)), place.type.layout),
+        mask=exists,
+    )
 
 
 @gluon.jit
@@ -211,15 +232,28 @@ def store_results(to, results, o, begin, length, block, left, stride: gl.constex
 
 @gluon.jit
 def replace_last_inputs(
-    x, x_stride, length, before, after, has_state, first, C: gl.constexpr, W: gl.constexpr, CHANNELS: gl.constexpr
+    x,
+    x_stride,
+    length,
+    before,
+    after,
+    has_state,
+    first,
+    C: gl.constexpr,
+    W: gl.constexpr,
+    CHANNELS: gl.constexpr,
 ):
     """Do what `kernels.recurrent.gpu.gated_delta_blocks.replace_last_inputs` does, for CHANNELS of C channels."""
     channel = first + gl.arange(0, CHANNELS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     exists = channel < C
     for tap in gl.static_range(W - 1):
         at = length - (W - 1) + tap
-        value = gl.load(x + at.to(gl.int64) * x_stride + channel, mask=exists & (at >= 0), other=0.0)
-        kept = gl.load(before + (at + W - 1) * C + channel, mask=exists & (at < 0) & has_state, other=0.0)
+        value = gl.load(
+            x + at.to(gl.int64) * x_stride + channel, mask=exists & (at >= 0), other=0.0
+        )
+        kept = gl.load(
+            before + (at + W - 1) * C + channel, mask=exists & (at < 0) & has_state, other=0.0
+        )
         # All threads have loaded what is replaced here: the inputs kept move forward.
         gl.thread_barrier()
         gl.store(after + tap * C + channel, value.to(gl.float32) + kept, mask=exists)

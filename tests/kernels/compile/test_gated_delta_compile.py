@@ -25,7 +25,7 @@ INSTRUCTIONS = {
 }
 SIZES = (("groups of 2",), ("groups of 4",), ("heads of 64",), ("heads of 96 and 192",))
 LARGE = ("heads of 256",)
-MOST_SPILLED = {LARGE: 384, ("heads of 96 and 192",): 96, ("float32",): 8192}
+MOST_SPILLED = {LARGE: 256, ("heads of 96 and 192",): 96, ("float32",): 8192}
 """Bytes of registers that a thread may store in memory, by the features of a job; none for others.
 
 Float32 is multiplied by three products of the tensor cores, whose operands do not fit. Few models are computed in it.
@@ -43,7 +43,11 @@ JOBS = [
     *(job(90, name, around) for around in SIZES for name in ON_HOPPER),
     *(job(sm, name, LARGE) for sm in (80, 89, 90, 100) for name in KERNELS),
     *(job(90, name, ("float16",)) for name in ("solve_blocks", "carry_in_flight")),
-    *(job(sm, name, ("float32",)) for sm in (80, 90) for name in ("gated_delta_step", "solve_blocks", "carry_states")),
+    *(
+        job(sm, name, ("float32",))
+        for sm in (80, 90)
+        for name in ("gated_delta_step", "solve_blocks", "carry_states")
+    ),
 ]
 
 

@@ -72,9 +72,7 @@ class CarryDevice(Device):
     def thread_barrier(self) -> None:
         self._are_together = True
 
-    def copy(
-        self, desc: Any, where: list[Any], full: MBarrier, target: Shared, pred: Any
-    ) -> None:
+    def copy(self, desc: Any, where: list[Any], full: MBarrier, target: Shared, pred: Any) -> None:
         """Start to copy a box if `pred` holds."""
         if pred:
             assert self._are_together, "a thread may still be before its wait"

@@ -43,7 +43,9 @@ def launches():
 
 @pytest.mark.parametrize("length", [1, 3, 64, 65, 140, 300])
 def test_a_prompt_agrees_with_the_formula(length):
-    step = Step(delta_shape(2, 2, 16, 64), prompts=[Sequence(length, 0, NEW, 2)], dtype=torch.float16)
+    step = Step(
+        delta_shape(2, 2, 16, 64), prompts=[Sequence(length, 0, NEW, 2)], dtype=torch.float16
+    )
 
     step.check(gated_delta.GatedDelta, plain=torch.float16)
 
@@ -72,7 +74,9 @@ def test_half_precision_is_as_exact_as_that_of_the_field(decay):
 
 def test_unused_rows_and_steps_of_nothing_write_nothing():
     check_nothing_written(gated_delta.GatedDelta, delta_shape(2, 2, 16, 64))
-    Step(delta_shape(1, 1, 16, 64), prompts=[Sequence(1)], dtype=torch.float16).run(gated_delta.GatedDelta)
+    Step(delta_shape(1, 1, 16, 64), prompts=[Sequence(1)], dtype=torch.float16).run(
+        gated_delta.GatedDelta
+    )
 
 
 @pytest.mark.parametrize("ends", [(64, 128, 150), (128, 150)], ids=str)
