@@ -122,6 +122,7 @@ def _replace_assembly() -> None:
 
     from kernels.attention.portable import tile_fp8 as tile_pairs
     from kernels.gpu import functions as device
+    from kernels.recurrent.gpu import gated_delta_blocks
 
     @triton.jit
     def prefetch(addresses):
@@ -138,6 +139,7 @@ def _replace_assembly() -> None:
 
     tile_pairs.unpack_pairs = unpack_pairs
     device.prefetch = prefetch
+    gated_delta_blocks.fast_silu = device.silu
 
 
 def _repair() -> None:

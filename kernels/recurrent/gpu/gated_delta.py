@@ -1,17 +1,20 @@
-"""The gated delta rule in Triton: one launch for decode rows, four for prompts."""
+"""The gated delta rule in Triton: one launch for decode rows, three for prompts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.arch import HOPPER, TENSOR_MEMORY, detect
 from kernels.gpu.dependent_launch import dependent_launch, may_depend
-from kernels.recurrent.gpu.gated_delta_blocks import FACTORS, convolve_heads, solve_blocks
+from kernels.recurrent.gpu.gated_delta_blocks import solve_blocks
 from kernels.recurrent.gpu.gated_delta_carry import carry_states, gated_norm
+from kernels.recurrent.gpu.gated_delta_hopper import carry_in_flight
 from kernels.recurrent.gpu.gated_delta_step import gated_delta_step
 from kernels.recurrent.gpu.tiles import sequences
 from kernels.recurrent.problem import CHUNK
@@ -29,15 +32,17 @@ _TILE: Final = 4096
 """Elements of the state that a program of a decode row computes at a time, while it loads as many."""
 _THREAD_TILE: Final = 32
 """Of these, in the registers of a thread."""
-_ROWS: Final = 32
-"""Tokens that a program convolves."""
-_SLICE: Final = 32
-"""Values that a program carries through a prompt: fewer make more programs, each of which loads all keys."""
+_SLICE: Final = 64
+"""Values that a program carries through a prompt: rows of a warpgroup's smallest product; half as many elsewhere."""
+_PART: Final = 128
+"""Values that are computed at once in a block."""
 _VECTORS: Final = 4096
 """Elements that a program normalizes."""
 _MOST_KEYS: Final = 128
-"""Elements of a key from which on a program carries half as many values."""
+"""Elements of a key above which a program needs more warps."""
 _MOST_STAGES: Final = 3
+_RESULTS: Final = 16384
+"""Bytes of shared memory beside the stages of `carry_in_flight`."""
 _LEVELS: Final = CHUNK.bit_length() - 1
 
 
@@ -71,9 +76,11 @@ class GatedDelta(pytorch.GatedDelta):
             "W": shape.width,
             "BK": max(16, triton.next_power_of_2(shape.key_dim)),
         }
-        keys = self._sizes["BK"] * (2 if conv.dtype is torch.float32 else 1)
-        self._slice = _SLICE if keys <= _MOST_KEYS else _SLICE // 2
-        self._padded = {"BV": max(self._slice, triton.next_power_of_2(shape.value_dim))}
+        values = max(16, triton.next_power_of_2(shape.value_dim))
+        self._from_shared = not self._arch.unsupported(HOPPER | TENSOR_MEMORY)
+        self._is_wide = self._sizes["BK"] > _MOST_KEYS
+        self._slice = min(values, _SLICE if self._from_shared else _SLICE // 2)
+        self._padded = {"BV": values}
         self._has_bias = {"BIAS": has_bias}
 
     def __call__(
@@ -128,41 +135,35 @@ class GatedDelta(pytorch.GatedDelta):
     ) -> None:
         """Compute prompts; the arguments are those of their tokens."""
         shape, (conv_state, state) = self.shape, states
-        heads, groups = shape.num_heads, shape.num_key_heads
+        heads = shape.num_heads
         count = len(projected) // CHUNK + 2 * segments.num_prompts
         keys, values = self._sizes["BK"], self._padded["BV"]
         dtype, device = projected.dtype, projected.device
         blocks = (
-            torch.empty((count, 2, groups, CHUNK, keys), dtype=dtype, device=device),
-            torch.empty((count, heads, CHUNK, values), dtype=dtype, device=device),
-            torch.empty((count, heads, 2, CHUNK, CHUNK), dtype=dtype, device=device),
-            torch.empty((count, heads, FACTORS.value, CHUNK), dtype=torch.float32, device=device),
+            torch.empty((count, heads, 3, CHUNK, keys), dtype=dtype, device=device),
+            torch.empty((count, heads, values, CHUNK), dtype=dtype, device=device),
+            torch.empty((count, heads, CHUNK, CHUNK), dtype=dtype, device=device),
+            torch.empty((count, heads), dtype=torch.float32, device=device),
         )
         keeps = segments.kept_slots is not None
         kept = segments.kept_slots if keeps else segments.slots
-        where = segments.cu_seqlens, segments.positions[segments.rows :], segments.slots
+        where = segments.cu_seqlens, segments.positions[segments.rows :], segments.slots, kept
         counts = segments.rows, segments.num_prompts
-        keys_of, values_of, squares, factors = blocks
-        sizes = {"CHUNK": CHUNK, "SEQS": sequences(segments.num_prompts)}
-        conv, bias, *decay = self._arguments
-        convolve_heads[2 * groups + heads, count * (CHUNK // _ROWS)](
-            projected, conv, bias, conv_state, *where, kept, keys_of, values_of, *counts, projected.stride(0),
-            conv_state.stride(0), shape.key_dim**-0.5,
-            **self._sizes, **self._padded, **sizes, **self._has_bias, ROWS=_ROWS, KEEPS=keeps,
-            num_warps=8,
-        )  # fmt: skip
+        sizes = {"CHUNK": CHUNK, "SEQS": sequences(segments.num_prompts), "KEEPS": keeps}
         solve_blocks[heads, count](
-            gates, *decay, *where[:2], keys_of, squares, factors, segments.num_prompts, gates.stride(0),
-            H=heads, G=groups, BK=keys, **sizes, LEVELS=_LEVELS,
+            projected, gates, *self._arguments, conv_state, *where, *blocks, *counts, projected.stride(0),
+            gates.stride(0), conv_state.stride(0), shape.key_dim**-0.5,
+            **self._sizes, **self._padded, **sizes, **self._has_bias, PART=min(values, _PART), LEVELS=_LEVELS,
             OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,
-            num_warps=8 if dtype is torch.float32 else 4,
+            num_warps=4 if self._from_shared and dtype.itemsize == 2 and not self._is_wide else 8,
         )  # fmt: skip
         slices = triton.cdiv(shape.value_dim, self._slice)
-        carry_states[slices, heads, segments.num_prompts](
-            projected, conv_state, state, *where, kept, *blocks, out, *counts,
+        carry, arrays, launch = self._carry(dtype, blocks)
+        carry[slices, heads, segments.num_prompts](
+            *arrays, projected, conv_state, state, *where, out, *counts,
             projected.stride(0), conv_state.stride(0), state.stride(0),
-            **self._sizes, **self._padded, **sizes, SLICE=self._slice, KEEPS=keeps,
-            CHANNELS=triton.next_power_of_2(triton.cdiv(shape.channels, slices * heads)), **self._carry_launch(dtype),
+            **self._sizes, **self._padded, **sizes, SLICE=self._slice,
+            CHANNELS=triton.next_power_of_2(triton.cdiv(shape.channels, slices * heads)), **launch,
         )  # fmt: skip
         vectors = max(1, _VECTORS // values)
         gated_norm[triton.cdiv(len(projected) * heads, vectors),](
@@ -170,18 +171,32 @@ class GatedDelta(pytorch.GatedDelta):
             H=heads, DV=shape.value_dim, BV=values, VECTORS=vectors, num_warps=4,
         )  # fmt: skip
 
-    def _carry_launch(self, dtype: torch.dtype) -> dict[str, int]:
-        """Return the launch options of `carry_states`: a loop with as many stages as the shared memory holds blocks.
+    def _carry(
+        self, dtype: torch.dtype, blocks: tuple[Tensor, ...]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
+        """Return the kernel that carries states, what it takes of `blocks`, and its launch options.
 
-        Where products read their operands from registers, Triton keeps one block less, and twice the warps are needed
-        to hold them.
+        Its loop has as many stages as the shared memory holds blocks. Where products read all operands from registers,
+        Triton keeps one block less, and twice the warps are needed to hold them, as they are for wide states.
         """
         keys, size = self._sizes["BK"], self._slice
-        from_shared = not self._arch.unsupported(HOPPER | TENSOR_MEMORY)
-        warps = 4 if from_shared else 8
+        warps = 4 if self._from_shared and not self._is_wide else 8
         if dtype is torch.float32:
-            return {"STAGES": 1, "num_warps": warps}
-        a_block = CHUNK * (2 * keys + 2 * CHUNK + size) * dtype.itemsize
+            return carry_states, blocks, {"STAGES": 1, "num_warps": 8}
+        a_block = CHUNK * (3 * keys + CHUNK + size) * dtype.itemsize
+        if not (self._arch.unsupported(HOPPER) or self._is_wide) and size == _SLICE:
+            stages = min(_MOST_STAGES, (self._arch.shared_memory_bytes - _RESULTS) // a_block)
+            boxes = ([CHUNK, keys], [size, CHUNK], [CHUNK, CHUNK])
+            arrays = tuple(map(_in_boxes, blocks, boxes))
+            return carry_in_flight, (*arrays, blocks[-1]), {"STAGES": stages, "num_warps": 4}
         held = (self._arch.shared_memory_bytes - keys * size * dtype.itemsize) // a_block
-        stages = max(1, min(_MOST_STAGES, held + (not from_shared)))
-        return {"STAGES": stages, "num_warps": warps}
+        stages = max(1, min(_MOST_STAGES, held + (not self._from_shared)))
+        return carry_states, blocks, {"STAGES": stages, "num_warps": warps}
+
+
+def _in_boxes(x: Tensor, box: list[int]) -> TensorDescriptor:
+    """Describe an array's rows, which TMA copies in boxes."""
+    layout = gl.NVMMASharedLayout.get_default_for(
+        box, getattr(gl, str(x.dtype).removeprefix("torch."))
+    )
+    return TensorDescriptor(x, [x.numel() // box[1], box[1]], [box[1], 1], box, layout)

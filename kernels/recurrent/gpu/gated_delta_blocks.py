@@ -1,7 +1,8 @@
 """The gated delta rule for blocks of tokens of prompts: what does not depend on the states, for all blocks at once.
 
-See `kernels.recurrent.pytorch.gated_delta` for the formula. `carry_states` needs of each block its queries, keys and
-values, the inverse of its triangular system, the scores of its queries, and the factors of its decays.
+See `kernels.recurrent.pytorch.gated_delta` for the formula. With the state S before a block, the values that are new in
+it are u + w S, its results (decay q) S + scores new, and the state after it is decay S + (remaining k)^T new. All but S
+and `new` are computed here, so that the products with a state, which wait for each other, are as few as possible.
 """
 
 from __future__ import annotations
@@ -11,54 +12,121 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from kernels.gpu.functions import silu
-from kernels.recurrent.gpu.gated_delta_step import load_gates, unit
+from kernels.gpu.functions import fast_silu
+from kernels.recurrent.gpu.gated_delta_step import NORM_EPS, load_gates
 from kernels.recurrent.gpu.tiles import find_block
 
 PRECISION = tl.constexpr("tf32x3")
 """Of products of float32: three products of tensor cores, since one outside them keeps its operands in registers, and
 takes minutes to compile."""
+TOKENS = tl.constexpr(8)
+"""Consecutive ones that a thread convolves."""
 INDICES: Final = ["cu_seqlens", "positions", "slots", "kept_slots"]
 """Arguments whose alignment depends on the decode rows of a step; no wide loads depend on it."""
-FACTORS = tl.constexpr(3)
-"""Vectors of a block and head: beta, the decays from the block's begin to each token, and from there to its end."""
+
+
+@triton.jit
+def load_before(inputs, at, end, channel, exists, C: tl.constexpr, W: tl.constexpr):
+    """Load inputs of a prompt, or of the tokens before it, [tokens, channels] float32; see `convolve_tile`.
+
+    Args:
+        inputs: as of `convolve_tile`.
+        at: [tokens], in the prompt, at least 1 - W.
+        end: the place after the last one; later ones give 0.
+        channel: [channels].
+        exists: which of them exist; others give 0.
+    """
+    x, x_stride, _conv, _bias, before, has_state, is_begin = inputs
+    mask = (at >= 0) & (at < end)
+    value = tl.load(
+        x + at.to(tl.int64)[:, None] * x_stride + channel[None, :], mask=mask[:, None] & exists[None, :], other=0.0
+    ).to(tl.float32)  # fmt: skip
+    if is_begin:
+        value += tl.load(
+            before + (at + W - 1)[:, None] * C + channel[None, :],
+            mask=exists[None, :] & (at < 0)[:, None] & has_state, other=0.0,
+        )  # fmt: skip
+    return value
 
 
 @triton.jit
 def convolve_tile(
-    x, x_stride, conv, bias, before, is_begin, place, length, exists, channel,
-    CHANNELS: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr,
+    inputs, start, end, first, scale, factors, to,
+    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, CHUNK: tl.constexpr,
+    UNIT: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Convolve some tokens of a prompt and apply SiLU; [tokens, channels] float32.
+    """Convolve the tokens of a block and apply SiLU; [CHUNK, BD] of `dtype`.
+
+    A thread computes consecutive tokens, so that it loads and widens each input once. Tokens past the end give 0 where
+    their factors are 0, and anything finite elsewhere.
 
     Args:
-        x: [length, CHANNELS], of the prompt.
-        conv: [W, CHANNELS].
-        bias: [CHANNELS], where BIAS.
-        before: [W - 1, CHANNELS] float32, inputs of the tokens before the prompt's first one.
-        is_begin: whether some of the tokens read `before`.
-        place: [tokens], in the prompt.
-        length: of the prompt.
-        exists: which tokens and channels exist; others give 0.
-        channel: [channels].
+        inputs: of the prompt: x, [length, C], and the distance of its tokens; conv, [W, C]; bias, [C], where BIAS; the
+            W - 1 inputs before the prompt's first one, [W - 1, C] float32; whether they are read, rather than zeros;
+            and whether the block is the prompt's first one.
+        start: place of the block's first token in the prompt.
+        end: the place after that of the last one.
+        first: of the D channels.
+        scale: the length to which vectors are scaled, where UNIT.
+        factors: [CHUNK] float32, by which results are multiplied; where UNIT, only those that are stored.
+        to: [CHUNK, BD], where UNIT.
     """
-    total = tl.zeros([place.shape[0], channel.shape[0]], tl.float32)
+    conv, bias = inputs[2], inputs[3]
+    place = tl.arange(0, BD)
+    exists = place < D
+    channel = first + place
+    group = tl.arange(0, CHUNK // TOKENS) * TOKENS
+    x = inputs[0] + start.to(tl.int64) * inputs[1] + first
+    offset = group[:, None] * inputs[1] + place[None, :]
+    # All loads before the first store, which no later load may pass.
+    raw = ()
+    for i in tl.static_range(TOKENS):
+        mask = (start + group + i < end)[:, None] & exists[None, :]
+        raw = raw + (tl.load(x + i * inputs[1] + offset, mask=mask, other=0.0),)  # type: ignore[assignment]
+    window = ()
+    taps = ()
     for tap in tl.static_range(W):
-        at = place + (tap - W + 1)
-        value = tl.load(
-            x + at.to(tl.int64)[:, None] * x_stride + channel[None, :],
-            mask=exists & ((at >= 0) & (at < length))[:, None], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        if is_begin & (tap < W - 1):
-            value += tl.load(
-                before + (at + W - 1)[:, None] * CHANNELS + channel[None, :],
-                mask=exists & (at < 0)[:, None], other=0.0,
-            )  # fmt: skip
-        factor = tl.load(conv + tap * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
-        total += value * factor.to(tl.float32)[None, :]
+        factor = tl.load(conv + tap * C + channel, mask=exists, other=0.0)
+        taps = taps + (factor.to(tl.float32)[None, :],)  # type: ignore[assignment]
+        if tap < W - 1:
+            at = start + group + (tap - W + 1)
+            window = window + (load_before(inputs, at, end, channel, exists, C, W),)  # type: ignore[assignment]
+    shift = 0.0
     if BIAS:
-        total += tl.load(bias + channel, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
-    return tl.where(exists, silu(total), 0.0)
+        shift = tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)[None, :]
+    factor = by_token(factors)
+    found = ()
+    for i in tl.static_range(TOKENS):
+        window = window + (raw[i].to(tl.float32),)  # type: ignore[assignment]
+        total = window[i] * taps[0]  # type: ignore[unreachable]
+        for tap in tl.static_range(1, W):
+            total += window[i + tap] * taps[tap]
+        if BIAS:
+            total += shift
+        y = fast_silu(total)
+        if UNIT:
+            length = tl.sqrt(tl.sum(y * y, 1) + NORM_EPS)
+            y = y * tl.where(start + group + i < end, scale / length, 0.0)[:, None]
+            at = to + (group + i)[:, None] * BD + place[None, :]
+            tl.store(at, (y * factor[i][:, None]).to(dtype))
+        else:
+            y = y * factor[i][:, None]
+        found = found + (y.to(dtype),)
+    pairs = tl.join(
+        tl.join(tl.join(found[0], found[1]), tl.join(found[2], found[3])),  # type: ignore[misc]
+        tl.join(tl.join(found[4], found[5]), tl.join(found[6], found[7])),  # type: ignore[misc]
+    )
+    return tl.reshape(tl.permute(pairs, 0, 4, 3, 2, 1), [CHUNK, BD])
+
+
+@triton.jit
+def by_token(x):
+    """Split a vector: the part of number i has its elements i, i + TOKENS, and so on."""
+    pairs = tl.reshape(x, [x.shape[0] // TOKENS, 2, 2, 2])
+    low, high = tl.split(tl.permute(pairs, 0, 2, 3, 1))
+    low_1, low_2 = tl.split(tl.permute(low, 0, 2, 1))
+    high_1, high_2 = tl.split(tl.permute(high, 0, 2, 1))
+    return tl.split(low_1) + tl.split(low_2) + tl.split(high_1) + tl.split(high_2)
 
 
 @triton.jit
@@ -115,33 +183,47 @@ def invert(lower, C: tl.constexpr, LEVELS: tl.constexpr, OPERANDS: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["rows", "num_prompts"], do_not_specialize_on_alignment=INDICES)
-def convolve_heads(
-    projected, conv, bias, conv_state, cu_seqlens, positions, slots, kept_slots, keys, values, rows, num_prompts,
-    projected_stride, conv_stride, scale,
+def solve_blocks(
+    projected, gates, conv, bias, a_log, dt_bias, conv_state, cu_seqlens, positions, slots, kept_slots, keys, values,
+    scores, decays, rows, num_prompts, projected_stride, gates_stride, conv_stride, scale,
     H: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, CHUNK: tl.constexpr, SEQS: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
-    KEEPS: tl.constexpr,
+    BV: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr, SEQS: tl.constexpr,
+    BIAS: tl.constexpr, OPERANDS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve one head of queries, keys or values in ROWS tokens of a block; program (head of 2 G + H, tokens).
+    """Convolve one head in one block and solve its triangular system; program (head, block).
+
+    With q, k and v after the convolution, `decay` from the block's begin to each token, `remaining` from there to its
+    end, and T the inverse of 1 + tril(beta (k k^T) exp(G_i - G_j), -1), it computes
+
+        w = -T (beta decay k);  u = T (beta v);  scores = tril((q k^T) exp(G_i - G_j))
+
+    Tokens past the prompt's or the block's end have zeros in all results.
 
     Args:
         projected: [T, q | k | v | z], of the tokens of prompts.
+        gates: [T, b | a], likewise.
         conv: [W, C].
         bias: [C], where BIAS.
+        a_log, dt_bias: [H].
         conv_state: [S, W - 1, C] float32, of any distance between slots.
         cu_seqlens, slots: as in `Segments`.
         positions: of the tokens of prompts.
         kept_slots: [T], of the tokens of prompts, where KEEPS; see `Segments`.
-        keys: [N, 2, G, CHUNK, BK], queries and keys, normalized; those of tokens past the prompt's or the block's end
-            are 0, as are values of such tokens.
-        values: [N, H, CHUNK, BV].
+        keys: [N, H, 3, CHUNK, BK], w, decay q and remaining k.
+        values: [N, H, BV, CHUNK], u transposed.
+        scores: [N, H, CHUNK, CHUNK].
+        decays: [N, H] float32, of a whole block.
         rows, num_prompts: R and Q of the step.
         scale: of queries.
         BK, BV: powers of two, at least DK and DV.
+        PART: values that are computed at once; a power of two, at most BV.
+        LEVELS: CHUNK = 2^LEVELS.
+        OPERANDS: of `invert`.
     """
     C: tl.constexpr = 2 * G * DK + H * DV
     head = tl.program_id(0)
-    number = tl.program_id(1) // (CHUNK // ROWS)
+    number = tl.program_id(1)
+    group = head // (H // G)
     prompt, first, length, block, begin = find_block(
         cu_seqlens, positions, num_prompts, number, CHUNK, SEQS
     )
@@ -149,110 +231,75 @@ def convolve_heads(
         read = tl.load(slots + 2 * (rows + prompt)).to(tl.int64)
         before = conv_state + read * conv_stride
         x = projected + first.to(tl.int64) * projected_stride
-        token = tl.program_id(1) % (CHUNK // ROWS) * ROWS + tl.arange(0, ROWS)
-        # The first block has fewer tokens if the prompt begins within one.
-        place = tl.maximum(block * CHUNK - begin, 0) + token
-        is_begin = (tl.min(place, 0) < W - 1) & (read >= 0)
+        token = tl.arange(0, CHUNK)
+        start = tl.maximum(block * CHUNK - begin, 0)
+        place = start + token
+        has_state = read >= 0
+        is_begin = start < W - 1
         end = tl.minimum((block + 1) * CHUNK - begin, length)
         is_token = place < end
-        kept = tl.cast(-1, tl.int64)
-        if KEEPS:
-            kept = tl.load(kept_slots + first + end - 1).to(tl.int64)
-        after = conv_state + kept * conv_stride
-        # One program of those of a block and head.
-        keeps = (kept >= 0) & (tl.program_id(1) % (CHUNK // ROWS) == 0)
-        if head < 2 * G:
-            key = tl.arange(0, BK)
-            k = convolve_tile(
-                x, projected_stride, conv, bias, before, is_begin, place, length,
-                is_token[:, None] & (key < DK)[None, :], head * DK + key, C, W, BIAS,
-            )  # fmt: skip
-            k = unit(k, 1) * tl.where(head < G, scale, 1.0)
-            at = (number * (2 * G) + head).to(tl.int64) * (CHUNK * BK)
-            at_key = at + token[:, None] * BK + key[None, :]
-            tl.store(keys + at_key, k.to(keys.dtype.element_ty))
-            if keeps:
-                replace_last_inputs(
-                    x,
-                    projected_stride,
-                    end,
-                    before,
-                    after,
-                    read >= 0,
-                    head * DK + key,
-                    key < DK,
-                    C,
-                    W,
-                )
-        else:
-            value = tl.arange(0, BV)
-            v = convolve_tile(
-                x, projected_stride, conv, bias, before, is_begin, place, length,
-                is_token[:, None] & (value < DV)[None, :], 2 * G * DK + (head - 2 * G) * DV + value, C, W, BIAS,
-            )  # fmt: skip
-            at = (number * H + head - 2 * G).to(tl.int64) * (CHUNK * BV)
-            at_value = at + token[:, None] * BV + value[None, :]
-            tl.store(values + at_value, v.to(values.dtype.element_ty))
-            if keeps:
-                replace_last_inputs(
-                    x, projected_stride, end, before, after, read >= 0, 2 * G * DK + (head - 2 * G) * DV + value,
-                    value < DV, C, W,
-                )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_prompts"], do_not_specialize_on_alignment=INDICES)
-def solve_blocks(
-    gates, a_log, dt_bias, cu_seqlens, positions, keys, squares, factors, num_prompts, gates_stride,
-    H: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
-    SEQS: tl.constexpr, OPERANDS: tl.constexpr,
-):  # fmt: skip
-    """Compute the scores and the inverse of one head in one block; program (head, block).
-
-    Args:
-        gates: [T, b | a], of the tokens of prompts.
-        a_log, dt_bias: [H].
-        cu_seqlens, positions, keys: as of `convolve_heads`.
-        squares: [N, H, 2, CHUNK, CHUNK], scores and inverse.
-        factors: [N, H, FACTORS, CHUNK] float32.
-        num_prompts: Q of the step.
-        LEVELS: CHUNK = 2^LEVELS.
-        OPERANDS: of `invert`.
-    """
-    head = tl.program_id(0)
-    number = tl.program_id(1)
-    prompt, first, length, block, begin = find_block(
-        cu_seqlens, positions, num_prompts, number, CHUNK, SEQS
-    )
-    if prompt < num_prompts:
-        token = tl.arange(0, CHUNK)
-        place = tl.maximum(block * CHUNK - begin, 0) + token
-        is_token = place < tl.minimum((block + 1) * CHUNK - begin, length)
         key = tl.arange(0, BK)
-        at = (number * (2 * G) + head // (H // G)).to(tl.int64) * (CHUNK * BK)
-        at_key = keys + at + token[:, None] * BK + key[None, :]
         dtype: tl.constexpr = keys.dtype.element_ty
-        q = tl.load(at_key)
-        k = tl.load(at_key + G * (CHUNK * BK))
-        kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         address = gates + (first + place).to(tl.int64) * gates_stride
         g, beta = load_gates(address, a_log, dt_bias, head, is_token, H)
         # Sums of strong decays differ by weak ones, so they need more digits than float32 has.
         total = tl.cumsum(g.to(tl.float64), 0)
         high = total.to(tl.float32)
         low = (total - high.to(tl.float64)).to(tl.float32)
-        it = (number * H + head).to(tl.int64)
         end_high = tl.sum(tl.where(token == CHUNK - 1, high, 0.0), 0)
         end_low = tl.sum(tl.where(token == CHUNK - 1, low, 0.0), 0)
-        factor = factors + it * (FACTORS * CHUNK) + token
-        tl.store(factor, beta)
-        tl.store(factor + CHUNK, tl.exp(high))
-        tl.store(factor + 2 * CHUNK, tl.exp((end_high - high) + (end_low - low)))
+        decay = tl.exp(high)
+        remaining = tl.exp((end_high - high) + (end_low - low))
+        it = (number * H + head).to(tl.int64)
+        tl.store(decays + it, tl.exp(end_high))
+        of_head = keys + it * (3 * CHUNK * BK)
+        inputs = x, projected_stride, conv, bias, before, has_state, is_begin
+        k = convolve_tile(
+            inputs, start, end, (G + group) * DK, 1.0, remaining, of_head + 2 * CHUNK * BK,
+            DK, BK, C, W, BIAS, CHUNK, True, dtype,
+        )  # fmt: skip
+        # Before the queries where both do not fit shared memory; elsewhere after them, since it needs registers.
+        kk = 0.0
+        if BK > 128:
+            kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        q = convolve_tile(
+            inputs, start, end, group * DK, scale, decay, of_head + CHUNK * BK,
+            DK, BK, C, W, BIAS, CHUNK, True, dtype,
+        )  # fmt: skip
         causal = token[:, None] >= token[None, :]
         distance = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
         between = tl.where(causal, tl.exp(tl.where(causal, distance, 0.0)), 0.0)
-        square = squares + it * (2 * CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :]
-        tl.store(square, (qk * between).to(dtype))
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        at_score = scores + it * (CHUNK * CHUNK) + token[:, None] * CHUNK + token[None, :]
+        tl.store(at_score, (qk * between).to(dtype))
+        if BK <= 128:
+            kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         lower = tl.where(token[:, None] > token[None, :], beta[:, None] * kk * between, 0.0)
         inverse = invert(lower, CHUNK, LEVELS, OPERANDS)
-        tl.store(square + CHUNK * CHUNK, inverse.to(dtype))
+        w = tl.dot((inverse * (-beta * decay)[None, :]).to(dtype), k, input_precision=PRECISION)
+        tl.store(of_head + token[:, None] * BK + key[None, :], w.to(dtype))
+        inverse = inverse.to(dtype)
+        for part in tl.static_range(BV // PART):
+            value = part * PART + tl.arange(0, PART)
+            v = convolve_tile(
+                inputs, start, end, 2 * G * DK + head * DV + part * PART, 1.0, beta, of_head,
+                DV - part * PART, PART, C, W, BIAS, CHUNK, False, dtype,
+            )  # fmt: skip
+            u = tl.dot(inverse, v, input_precision=PRECISION)
+            at_value = values + it * (BV * CHUNK) + value[:, None] * CHUNK + token[None, :]
+            tl.store(at_value, tl.trans(u.to(dtype)))
+        if KEEPS:
+            kept = tl.load(kept_slots + first + end - 1).to(tl.int64)
+            if kept >= 0:
+                after = conv_state + kept * conv_stride
+                every = tl.arange(0, BV)
+                replace_last_inputs(
+                    x, projected_stride, end, before, after, has_state, 2 * G * DK + head * DV + every, every < DV, C, W
+                )  # fmt: skip
+                if head % (H // G) == 0:
+                    replace_last_inputs(
+                        x, projected_stride, end, before, after, has_state, group * DK + key, key < DK, C, W
+                    )  # fmt: skip
+                    replace_last_inputs(
+                        x, projected_stride, end, before, after, has_state, (G + group) * DK + key, key < DK, C, W
+                    )  # fmt: skip

@@ -6,18 +6,13 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.functions import silu
-from kernels.recurrent.gpu.gated_delta_blocks import (
-    FACTORS,
-    INDICES,
-    PRECISION,
-    replace_last_inputs,
-)
+from kernels.recurrent.gpu.gated_delta_blocks import INDICES, PRECISION, replace_last_inputs
 from kernels.recurrent.gpu.tiles import find_prompt
 
 
 @triton.jit(do_not_specialize=["rows", "num_prompts"], do_not_specialize_on_alignment=INDICES)
 def carry_states(
-    projected, conv_state, state, cu_seqlens, positions, slots, kept_slots, keys, values, squares, factors, out, rows,
+    keys, values, scores, decays, projected, conv_state, state, cu_seqlens, positions, slots, kept_slots, out, rows,
     num_prompts, projected_stride, conv_stride, state_stride,
     H: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, SLICE: tl.constexpr, CHUNK: tl.constexpr, SEQS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -25,13 +20,16 @@ def carry_states(
 ):  # fmt: skip
     """Compute SLICE values of one head of a prompt, block after block; program (slice, head, prompt).
 
-    Each program writes CHANNELS channels of the convolution's state too, which `convolve_heads` has read.
+    The state and the new values are transposed, [values, keys] and [values, tokens]: so they are the left operands of
+    the products that use them, which Hopper's tensor cores read from the registers that hold them.
+
+    Each program writes CHANNELS channels of the convolution's state too, which `solve_blocks` has read.
 
     Args:
         projected: [T, q | k | v | z], of the tokens of prompts.
-        conv_state, state, slots, cu_seqlens, positions, keys, values, squares, factors: as of `convolve_heads` and
-            `solve_blocks`.
+        conv_state, state, slots, cu_seqlens, positions, keys, values, scores, decays: as of `solve_blocks`.
         kept_slots: [T], of the tokens of prompts, where KEEPS; see `Segments`.
+        state: [S, H, DK, DV] float32, of any distance between slots.
         out: [T, H, DV], of the tokens of prompts, before the norm.
         rows, num_prompts: R and Q of the step.
     """
@@ -48,49 +46,42 @@ def carry_states(
     token = tl.arange(0, CHUNK)
     key = tl.arange(0, BK)
     value = part * SLICE + tl.arange(0, SLICE)
-    at_state = head * (DK * DV) + key[:, None] * DV + value[None, :]
-    exists = (key < DK)[:, None] & (value < DV)[None, :]
+    at_state = head * (DK * DV) + key[None, :] * DV + value[:, None]
+    exists = (key < DK)[None, :] & (value < DV)[:, None]
     carried = tl.load(state + read * state_stride + at_state, mask=exists & (read >= 0), other=0.0)
     at_key = token[:, None] * BK + key[None, :]
-    at_square = token[:, None] * CHUNK + token[None, :]
-    at_value = token[:, None] * BV + value[None, :]
-    group = head // (H // G)
-    pair = keys + (number * (2 * G) + group).to(tl.int64) * (CHUNK * BK)
-    square = squares + (number * H + head).to(tl.int64) * (2 * CHUNK * CHUNK)
-    v = values + (number * H + head).to(tl.int64) * (CHUNK * BV)
-    factor = factors + (number * H + head).to(tl.int64) * (FACTORS * CHUNK)
+    at_score = token[:, None] * CHUNK + token[None, :]
+    at_value = value[:, None] * CHUNK + token[None, :]
+    it = (number * H + head).to(tl.int64)
+    key_of = keys + it * (3 * CHUNK * BK)
+    score_of = scores + it * (CHUNK * CHUNK)
+    value_of = values + it * (BV * CHUNK)
+    decay_of = decays + it
     for block in tl.range(0, count, num_stages=STAGES):
-        k = tl.load(pair + G * (CHUNK * BK) + at_key)
-        inverse = tl.load(square + CHUNK * CHUNK + at_square)
-        q = tl.load(pair + at_key)
-        scores = tl.load(square + at_square)
-        wanted = tl.load(v + at_value)
-        beta = tl.load(factor + token)
-        decay = tl.load(factor + CHUNK + token)
-        remaining = tl.load(factor + 2 * CHUNK + token)
-        whole = tl.load(factor + 2 * CHUNK - 1)
+        w = tl.load(key_of + at_key)
+        u = tl.load(value_of + at_value)
+        q = tl.load(key_of + CHUNK * BK + at_key)
+        k = tl.load(key_of + 2 * CHUNK * BK + at_key)
+        score = tl.load(score_of + at_score)
+        decay = tl.load(decay_of)
         rounded = carried.to(dtype)
-        known = tl.dot(k, rounded, input_precision=PRECISION)
-        wanted = beta[:, None] * (wanted.to(tl.float32) - decay[:, None] * known)
-        new = tl.dot(inverse, wanted.to(dtype), input_precision=PRECISION)
-        o = tl.dot(q, rounded, input_precision=PRECISION) * decay[:, None]
-        o = tl.dot(scores, new.to(dtype), o, input_precision=PRECISION)
-        new = (new * remaining[:, None]).to(dtype)
-        carried = tl.dot(tl.trans(k), new, carried * whole, input_precision=PRECISION)
+        new = tl.dot(rounded, tl.trans(w), u.to(tl.float32), input_precision=PRECISION)
+        o = tl.dot(rounded, tl.trans(q), input_precision=PRECISION)
+        new = new.to(dtype)
+        carried = tl.dot(new, k, carried * decay, input_precision=PRECISION)
+        o = tl.dot(new, tl.trans(score), o, input_precision=PRECISION)
         place = tl.maximum(block * CHUNK - begin, 0) + token
         end = tl.minimum((block + 1) * CHUNK - begin, length)
-        is_token = place < end
-        at_out = ((first + place).to(tl.int64)[:, None] * H + head) * DV + value[None, :]
-        tl.store(
-            out + at_out, o.to(out.dtype.element_ty), mask=is_token[:, None] & (value < DV)[None, :]
-        )
+        at_out = ((first + place).to(tl.int64)[None, :] * H + head) * DV + value[:, None]
+        tl.store(out + at_out, o.to(dtype), mask=(place < end)[None, :] & (value < DV)[:, None])
         if KEEPS:
             kept = tl.load(kept_slots + first + end - 1).to(tl.int64)
-            tl.store(state + kept * state_stride + at_state, carried, mask=exists & (kept >= 0))
-        pair += G * (2 * CHUNK * BK)
-        square += H * (2 * CHUNK * CHUNK)
-        v += H * (CHUNK * BV)
-        factor += H * (FACTORS * CHUNK)
+            if kept >= 0:
+                tl.store(state + kept * state_stride + at_state, carried, mask=exists)
+        key_of += H * (3 * CHUNK * BK)
+        score_of += H * (CHUNK * CHUNK)
+        value_of += H * (BV * CHUNK)
+        decay_of += H
     if (count > 0) & (write >= 0):
         tl.store(state + write * state_stride + at_state, carried, mask=exists)
         share = head * tl.num_programs(0) + part
