@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.arch import HOPPER, TENSOR_MEMORY, detect
-from kernels.gpu.dependent_launch import dependent_launch, may_depend
 from kernels.recurrent.gpu.gated_delta_blocks import solve_blocks
 from kernels.recurrent.gpu.gated_delta_carry import carry_states, gated_norm
 from kernels.recurrent.gpu.gated_delta_hopper import carry_in_flight
@@ -43,6 +42,8 @@ _MOST_KEYS: Final = 128
 _MOST_STAGES: Final = 3
 _RESULTS: Final = 16384
 """Bytes of shared memory beside the stages of `carry_in_flight`."""
+_REGISTERS: Final = 168
+"""Of a thread of `solve_blocks`, the most with which three programs fit."""
 _LEVELS: Final = CHUNK.bit_length() - 1
 
 
@@ -64,7 +65,6 @@ class GatedDelta(pytorch.GatedDelta):
         bias = weights.conv_bias if has_bias else conv
         self._arguments = conv, bias, self._a_log, self._dt_bias
         self._arch = detect(conv.device)
-        self._pdl = may_depend(self._arch, conv.device)
         # Not made at a call, which may be recorded: it must hold zeros before the first replay.
         counters = _MOST_ROWS * shape.num_key_heads if shape.num_heads > shape.num_key_heads else 1
         self._arrivals = torch.zeros(counters, dtype=torch.int32, device=conv.device)
@@ -122,7 +122,6 @@ class GatedDelta(pytorch.GatedDelta):
             **self._sizes, **self._has_bias, BV=values,
             PARTS=triton.next_power_of_2(triton.cdiv(shape.value_dim, values)),
             TAPS=triton.next_power_of_2(shape.width), num_warps=max(1, min(8, keys * values // _THREAD_TILE // 32)),
-            **dependent_launch(self._pdl),
         )  # fmt: skip
 
     def _prompts(
@@ -150,12 +149,15 @@ class GatedDelta(pytorch.GatedDelta):
         where = segments.cu_seqlens, segments.positions[segments.rows :], segments.slots, kept
         counts = segments.rows, segments.num_prompts
         sizes = {"CHUNK": CHUNK, "SEQS": sequences(segments.num_prompts), "KEEPS": keeps}
+        # More registers leave room for two programs beside each other, not for three.
+        few = self._from_shared and dtype.itemsize == 2 and not self._is_wide
+        launch = {"num_warps": 4, "maxnreg": _REGISTERS} if few else {"num_warps": 8}
         solve_blocks[heads, count](
             projected, gates, *self._arguments, conv_state, *where, *blocks, *counts, projected.stride(0),
             gates.stride(0), conv_state.stride(0), shape.key_dim**-0.5,
             **self._sizes, **self._padded, **sizes, **self._has_bias, PART=min(values, _PART), LEVELS=_LEVELS,
             OPERANDS=tl.float32 if dtype is torch.float32 else tl.float16,
-            num_warps=4 if self._from_shared and dtype.itemsize == 2 and not self._is_wide else 8,
+            **launch,
         )  # fmt: skip
         slices = triton.cdiv(shape.value_dim, self._slice)
         carry, arrays, launch = self._carry(dtype, blocks)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.functions import silu
 from kernels.recurrent import problem
@@ -52,7 +51,7 @@ def gated_delta_step(
     projected, gates, conv, bias, a_log, dt_bias, norm, conv_state, state, slots, out, arrivals,
     projected_stride, gates_stride, conv_stride, state_stride, eps, scale,
     H: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, PARTS: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    BV: tl.constexpr, PARTS: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute one head of one row; program (head, row).
 
@@ -75,8 +74,6 @@ def gated_delta_step(
         BV: a power of two; PARTS of them, likewise, hold DV. The next part is loaded while one is computed.
     """
     C: tl.constexpr = 2 * G * DK + H * DV
-    if PDL:
-        gdc_launch_dependents()
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     group = head // (H // G)
@@ -93,10 +90,8 @@ def gated_delta_step(
     value = tl.arange(0, BV)
     is_tile = (key < DK) & has_state
     at_tile = key * DV + value[None, :]
-    # The first loads, since they take longest. No kernel of this step has written this state.
+    # The first loads, since they take longest.
     tile = tl.load(source + at_tile, mask=is_tile & (value < DV)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
     is_key = place < DK
     q_channel = group * DK + place
     k_channel = (G + group) * DK + place

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.arch import detect
-from kernels.gpu.dependent_launch import dependent_launch, may_depend
 from kernels.gpu.functions import silu
 from kernels.recurrent.gpu.row_convolution import causal_conv_of_rows
 from kernels.recurrent.gpu.tiles import is_last, softplus
@@ -42,7 +39,7 @@ def step_mamba2(
     projected, mixed, state, a_log, dt_bias, d, norm, scratch, counters, out, slots,
     stride, state_stride, eps, least_dt, largest_dt,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute some elements of a head of one decode row; program (part of all heads, row).
 
@@ -62,8 +59,6 @@ def step_mamba2(
     PARTS: tl.constexpr = (P + ROWS - 1) // ROWS
     INNER: tl.constexpr = H * P
     C: tl.constexpr = INNER + 2 * G * N
-    if PDL:
-        gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) // PARTS
     group = head // (H // G)
@@ -74,11 +69,8 @@ def step_mamba2(
     write = tl.load(slots + 2 * row + 1).to(tl.int64)
     tile = (head * P + p)[:, None] * N + n[None, :]
     is_tile = is_p[:, None] & is_n[None, :]
-    # No kernel of this step has written this state.
     h = tl.load(state + read * state_stride + tile, mask=is_tile & (read >= 0), other=0.0)
     log_decay, bias, skip = tl.load(a_log + head), tl.load(dt_bias + head), tl.load(d + head)
-    if PDL:
-        gdc_wait()
     z = projected + row * stride
     mixed += row * C
     of_x = head * P + p
@@ -161,7 +153,6 @@ class Step:
     def __init__(self, shape: Mamba2Shape, weights: RecurrentWeights) -> None:
         self.shape, self.weights = shape, weights
         self._conv = weights.conv.t().contiguous()
-        self._pdl = may_depend(detect(self._conv.device), self._conv.device)
         self._counters = self._zeros(_ROWS)
 
     def _zeros(self, rows: int) -> Tensor:
@@ -195,7 +186,7 @@ class Step:
         conv_state, state = states
         mixed = torch.empty((rows, shape.channels), dtype=torch.float32, device=out.device)
         causal_conv_of_rows(
-            projected[:rows, shape.inner :], self._conv, weights.conv_bias, conv_state, slots, mixed, pdl=self._pdl
+            projected[:rows, shape.inner :], self._conv, weights.conv_bias, conv_state, slots, mixed
         )  # fmt: skip
         step_mamba2[shape.num_heads * triton.cdiv(shape.head_dim, tile_rows), rows](
             projected, mixed, state, weights.a_log, weights.dt_bias, weights.d,
@@ -203,5 +194,5 @@ class Step:
             projected.stride(0), state.stride(0), shape.eps or 0.0, *shape.dt_limits,
             H=shape.num_heads, P=shape.head_dim, N=shape.state_dim, G=shape.num_groups, NORM=norm_kind(shape),
             ROWS=tile_rows, COLUMNS=columns, GROUP=group_block(shape),
-            num_warps=max(1, min(8, tile_rows * columns // (32 * _THREAD_ELEMENTS))), **dependent_launch(self._pdl),
+            num_warps=max(1, min(8, tile_rows * columns // (32 * _THREAD_ELEMENTS))),
         )  # fmt: skip

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.dependent_launch import dependent_launch
 from kernels.gpu.functions import silu
 
 if TYPE_CHECKING:
@@ -83,7 +81,7 @@ def store_inputs(
 def convolve_rows(
     x, conv, bias, state, out, slots, x_stride, state_stride,
     C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    CHANNELS: tl.constexpr, PDL: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Compute some channels of one decode row, and replace its state; program (channels, row).
 
@@ -96,9 +94,6 @@ def convolve_rows(
         slots: [R, 2].
         TAPS: a power of two, at least W.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < C
@@ -129,7 +124,6 @@ def causal_conv_of_rows(
     out: Tensor,
     *,
     gated: bool = False,
-    pdl: bool = False,
 ) -> None:
     """Convolve the decode rows of a step, and write the states after them.
 
@@ -141,11 +135,10 @@ def causal_conv_of_rows(
         slots: [R, 2].
         out: [R, channels] contiguous: c times the convolution of b * x if gated, else its SiLU.
         gated: see `x`.
-        pdl: use programmatic dependent launch.
     """
     width, channels = conv.shape
     convolve_rows[triton.cdiv(channels, _CHANNELS), len(out)](
         x, conv, conv if bias is None else bias, state, out, slots, x.stride(0), state.stride(0),
         C=channels, W=width, TAPS=triton.next_power_of_2(width), BIAS=bias is not None, GATED=gated,
-        CHANNELS=_CHANNELS, num_warps=4, **dependent_launch(pdl),
+        CHANNELS=_CHANNELS, num_warps=4,
     )  # fmt: skip

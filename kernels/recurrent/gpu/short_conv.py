@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.arch import detect
-from kernels.gpu.dependent_launch import may_depend
 from kernels.recurrent.gpu.convolution import causal_conv_of_prompts
 from kernels.recurrent.gpu.row_convolution import causal_conv_of_rows
 from kernels.recurrent.pytorch import short_conv as pytorch
@@ -25,7 +23,6 @@ class ShortConv(pytorch.ShortConv):
     def __init__(self, shape: ShortConvShape, weights: RecurrentWeights) -> None:
         super().__init__(shape, weights)
         self._conv = weights.conv.t().contiguous()
-        self._pdl = may_depend(detect(self._conv.device), self._conv.device)
 
     def __call__(
         self,
@@ -43,7 +40,7 @@ class ShortConv(pytorch.ShortConv):
         )
         if rows := segments.rows:
             causal_conv_of_rows(
-                projected[:rows], self._conv, bias, state, segments.slots, out[:rows], gated=True, pdl=self._pdl
+                projected[:rows], self._conv, bias, state, segments.slots, out[:rows], gated=True
             )  # fmt: skip
         causal_conv_of_prompts(
             projected, weight, bias, state, segments, out[rows:], silu=False, gated=True

@@ -30,7 +30,9 @@ MOST_SPILLED = {LARGE: 256, ("heads of 96 and 192",): 96, ("float32",): 8192}
 
 Float32 is multiplied by three products of the tensor cores, whose operands do not fit. Few models are computed in it.
 """
-MOST_REGISTERS = {"gated_delta_step": 128}
+FEW_REGISTERS_SPILLED = 192
+"""Likewise, of `solve_blocks` on Hopper, whose registers are limited for the sake of more programs."""
+MOST_REGISTERS = {"gated_delta_step": 160, "solve_blocks": 168}
 """On an H100, for heads of 128: its programs are limited by memory, and need others beside them."""
 
 
@@ -51,6 +53,11 @@ JOBS = [
 ]
 
 
+def most_spilled(job):
+    most = MOST_SPILLED.get(job.around, 0)
+    return max(most, FEW_REGISTERS_SPILLED) if job.function == "solve_blocks" else most
+
+
 @pytest.mark.parametrize("job", slow_except([job(90, "gated_delta_step")], JOBS))
 def test_a_kernel_of_the_gated_delta_rule_fits_the_gpu_and_uses_tensor_cores(job, compile_job):
     facts = compile_job(job)
@@ -58,7 +65,7 @@ def test_a_kernel_of_the_gated_delta_rule_fits_the_gpu_and_uses_tensor_cores(job
     assert "error" not in facts, facts
     assert facts["function"] == job.function
     assert facts["shared"] <= ARCHES[job.sm].shared_memory_bytes
-    assert facts["spill_stores"] <= MOST_SPILLED.get(job.around, 0), facts
+    assert facts["spill_stores"] <= most_spilled(job), facts
     if job.sm == 90 and not job.around and job.function in MOST_REGISTERS:
         assert facts["registers"] <= MOST_REGISTERS[job.function]
     if job.function in PRODUCTS:
