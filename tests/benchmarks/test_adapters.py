@@ -3,7 +3,7 @@
 import argparse
 import itertools
 
-from benchmarks.adapters import loads, measure, write_adapters
+from benchmarks.adapters import decode, loads, measure, write_adapters
 from model.checkpoint.config import ModelConfig
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
@@ -11,7 +11,7 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 def options(**changes):
     values = {
         "streams": 4, "slots": 2, "rank": 4, "prompt_tokens": 5, "output_tokens": 3, "requests": 8, "rounds": 2,
-        "samples": 3, "quantization": "auto", "threads": 1,
+        "samples": 3, "quantization": "auto", "threads": 1, "device": "cpu", "dummy": False,
     }  # fmt: skip
     return argparse.Namespace(**values | changes)
 
@@ -42,3 +42,20 @@ def test_each_load_is_measured_with_the_adapters_that_it_needs(tmp_path):
     assert rows["distinct"]["loads"] > 0
     assert rows["distinct"]["reads"] == 0, "all are in host memory"
     assert rows["single"]["bytes"] > 0
+
+
+def test_decode_steps_are_measured_without_adapters_with_one_and_with_several(tmp_path):
+    write_tiny_checkpoint(tmp_path)
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    adapters = write_adapters(ModelConfig.from_folder(tmp_path), folder, 2, 4)
+
+    rows = decode(adapters, options(model=str(tmp_path), decode=[1, 3]))
+
+    loads_of = [(it["sequences"], it["load"]) for it in rows]
+    assert loads_of == [
+        (1, "disabled"),
+        (3, "disabled"),
+        *((count, load) for count in (1, 3) for load in ("model", "one", "each")),
+    ]
+    assert all(it["step_ms"] > 0 for it in rows)

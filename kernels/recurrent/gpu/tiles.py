@@ -10,8 +10,8 @@ from typing import Final
 import triton
 import triton.language as tl
 
-FEWEST_SEQUENCES: Final = 16
-"""Prompts for which kernels are compiled; then for each larger power of two."""
+FEWEST_SEQUENCES: Final = 256
+"""Prompts for which kernels are compiled, enough for most steps; then for each larger power of two."""
 
 
 def sequences(num_prompts: int) -> int:
