@@ -215,7 +215,9 @@ def expand(
             gdc_wait()
         is_own = (slot >= 0)[:, None]
         at = y + row.to(tl.int64)[:, None] * y_stride + output[None, :]
-        before = tl.load(at, mask=is_own & is_output, other=0.0).to(tl.float32)
+        # The sum begins with y in both cases. Triton replaces `y + dot(a, b, 0)` by `dot(a, b, y)`, which rounds
+        # differently, but not where the product is in a loop.
+        acc = tl.load(at, mask=is_own & is_output, other=0.0).to(tl.float32)
         total = tl.zeros([ROWS, R], tl.float32)
         line = part.to(tl.int64) * num_rows + place
         found = low + line[:, None] * R + rank[None, :]
@@ -227,7 +229,6 @@ def expand(
             for split in range(SPLITS):
                 total += tl.load(found + split * stride, mask=is_own, other=0.0)
         total = total.to(b.dtype.element_ty)
-        acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
         if LISTED:
             acc = tl.dot(total, early, acc, input_precision="ieee")
         else:
@@ -238,7 +239,7 @@ def expand(
                     b_row = b + (tl.cast(now, tl.int64) * R + rank)[:, None] * N
                     right = tl.load(b_row + output[None, :], mask=is_output, other=0.0)
                     acc = tl.dot(left, right, acc, input_precision="ieee")
-        tl.store(at, (before + acc).to(y.dtype.element_ty), mask=is_own & is_output)
+        tl.store(at, acc.to(y.dtype.element_ty), mask=is_own & is_output)
 
 
 def sorted_rows(slots: Tensor) -> LoraRows:

@@ -222,6 +222,9 @@ class FusedCompiler(Compiler):
             for kind in _LOOP_INSTRUCTIONS:
                 found[f"loop {kind}"] = sum(it.startswith(kind) for it in loop)
             found["faults of products in flight"] = len(faults(sass))
+        if self._function == "expand":
+            *_, after = re.split(r"\b(?:HMMA|FFMA2?)\b", sass)
+            found["additions after the products"] = len(re.findall(r"\bFADD2?\b", after))
         return dict(found)
 
     def _linear(self, job: FusedJob, pdl: bool) -> None:

@@ -350,6 +350,24 @@ def test_a_rotation_of_queries_alone_loads_no_slot(job, compile_job):
     assert not found, f"{job}: {'; '.join(found)}"
 
 
+EXPANSIONS = [
+    FusedJob(sm, "lora", around=around, tokens=rows, function="expand")
+    for sm in COMPUTE_CAPABILITIES
+    for around in ((), ("rank 64",), ("rank 256",), ("float32",))
+    for rows in (64, 1024)
+]
+MANY_ROWS = FusedJob(HOPPER, "lora", around=("rank 256",), tokens=1024, function="expand")
+
+
+@pytest.mark.parametrize("job", slow_except([MANY_ROWS], EXPANSIONS))
+def test_steps_of_few_and_of_many_rows_add_adapters_in_the_same_order(job, compile_job):
+    """In both, the sum of the products begins with the layer's output, which is not added to their sum."""
+    facts = compile_job(job)
+
+    assert "error" not in facts, facts
+    assert facts["sass"]["additions after the products"] == 0
+
+
 FACTS = {
     "registers": 64, "threads": 128, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 0,
     "warnings": [], "ptx": {"griddepcontrol.wait": 1},
