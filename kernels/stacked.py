@@ -1,6 +1,6 @@
 """Matrices with the same inputs that are stored as the rows of one, so that one product computes all of them.
 
-Each stays a matrix of its own, of views, which loading and saving read and write.
+Each stays a matrix, of views, which loading and saving read and write.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ def empty_stacked(
 ) -> list[Weight]:
     """Allocate matrices without values, [rows, inputs] each, as the rows of one; `can_be_stacked` must hold."""
     ends = [0, *itertools.accumulate(rows)]
-    padded = -(-ends[-1] // ROW_MULTIPLE) * ROW_MULTIPLE
+    padded = _padded(ends[-1])
     whole = Weight.empty(form, (padded, inputs), device)
     if padded > ends[-1]:
         for tensor in whole.rows(ends[-1], padded).tensors.values():
             tensor.zero_()
     return [whole.rows(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def stacked(first: Weight, second: Weight) -> Weight | None:
@@ -48,8 +52,11 @@ def stacked(first: Weight, second: Weight) -> Weight | None:
     for name, tensor in first.tensors.items():
         below, storage = second.tensors[name], tensor.untyped_storage()
         is_beside = below.untyped_storage().data_ptr() == storage.data_ptr()
-        if not is_beside or below.storage_offset() != tensor.storage_offset() + tensor.numel():
+        if tensor.storage_offset() or not is_beside or below.storage_offset() != tensor.numel():
             return None
         shape = (storage.nbytes() // tensor.itemsize // tensor[0].numel(), *tensor.shape[1:])
         parts[name] = tensor.detach().as_strided(shape, tensor.stride(), 0)
-    return Weight(first.format, (len(parts["numbers"]), first.shape[1]), **parts)
+    rows = len(parts["numbers"])
+    if rows != _padded(first.shape[0] + second.shape[0]):
+        return None  # the memory holds something else too
+    return Weight(first.format, (rows, first.shape[1]), **parts)

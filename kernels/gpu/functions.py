@@ -67,13 +67,16 @@ def rotate_halves(first, second, cosine, sine):
 @triton.jit
 def silu(x):
     """Multiply float32 by its sigmoid."""
-    # Unlike that of `exp`, its instruction takes no others for results too small to change the sum.
+    # `exp2` is one instruction; `exp` adds others for results so small that they do not change the sum.
     return x / (1.0 + tl.exp2(x * -1.4426950408889634))
 
 
 @triton.jit
 def fast_silu(x):
-    """Do what `silu` does, as exactly but for results below 2^-126, in five instructions rather than fourteen."""
+    """Do what `silu` does, in five instructions rather than fourteen; results of less than about 2^-119 are 0.
+
+    Triton's interpreter, which runs no assembly, takes `silu` in its place.
+    """
     return tl.inline_asm_elementwise(
         "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
         " rcp.approx.ftz.f32 t, t; mul.f32 $0, $1, t; }",

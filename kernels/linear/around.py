@@ -50,7 +50,7 @@ def add_and_normalize(
         ranks: have partial sums too, all of which are added; None if these are all.
         pdl: use programmatic dependent launch.
     """
-    from kernels.norms.gpu.norm_and_gate import add_layer_norm, add_rms_norm  # noqa: PLC0415
+    from kernels.norms.gpu.norm_and_gate import add_layer_norm, add_rms_norm  # noqa: PLC0415 - needs Triton
 
     if ranks is not None:
         assert parts is not None
@@ -73,20 +73,20 @@ def joined(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def normalized_part(norm: Norm, y: Tensor, *, pdl: bool) -> Tensor:
     """Normalize y, [T, C], to a partial sum of the residual stream, [1, T, C] float32, in one launch."""
-    from kernels.norms.gpu.norm_and_gate import add_rms_norm  # noqa: PLC0415
+    from kernels.norms.gpu.norm_and_gate import add_rms_norm  # noqa: PLC0415 - needs Triton
 
     return add_rms_norm(y, *norm, dtype=torch.float32, pdl=pdl)[None]
 
 
 def activate_on_gpu(activation: Activation, x: Tensor, *, pdl: bool) -> Tensor:
     """Apply an activation to x, [T, F] or [T, 2 * F], in one launch."""
-    from kernels.norms.gpu import norm_and_gate  # noqa: PLC0415
+    from kernels.norms.gpu import norm_and_gate  # noqa: PLC0415 - needs Triton
 
     return norm_and_gate.activate(x, activation.function, gated=activation.gated, pdl=pdl)
 
 
 def multiply_by_sigmoid_on_gpu(x: Tensor, gate: Tensor, *, pdl: bool) -> Tensor:
     """Multiply x by the sigmoid of its gate, both [T, F], in place and in one launch."""
-    from kernels.norms.gpu import output_gate  # noqa: PLC0415
+    from kernels.norms.gpu import output_gate  # noqa: PLC0415 - needs Triton
 
     return output_gate.multiply_by_sigmoid(x, gate, pdl=pdl)

@@ -122,7 +122,7 @@ def begin_lora(
     weights: LoraWeights,
     rows: LoraRows,
     *,
-    pdl: bool = False,  # noqa: ARG001 - of kernels
+    pdl: bool = False,  # noqa: ARG001 - only kernels start early
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that calls `add_lora` for its argument."""
     return lambda y: add_lora(x, y, weights, rows)

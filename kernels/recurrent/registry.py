@@ -102,7 +102,7 @@ TRITON: Final = RecurrentSpec(
     keeps=True,
     batch_invariant=True,
 )
-"""One launch for decode rows and a few for prompts. Tiles and the order of all sums depend on the shape alone."""
+"""One or two launches for decode rows, a few for prompts. Tiles and the order of all sums depend on the shape alone."""
 
 TRITON_GATED_DELTA: Final = RecurrentSpec(
     "triton_gated_delta",
@@ -112,7 +112,7 @@ TRITON_GATED_DELTA: Final = RecurrentSpec(
     keeps=True,
     batch_invariant=True,
 )
-"""One launch for decode rows and four for prompts, as `TRITON`."""
+"""One launch for decode rows and three for prompts, as `TRITON`."""
 
 CPU_LIBRARY: Final = RecurrentSpec(
     "cpu_recurrent",

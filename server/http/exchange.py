@@ -154,7 +154,7 @@ class Exchange(Response):
         request = current_request()
         with admission.buffer() as buffer:
             body = await read_json(scope, receive, context.config, buffer)
-            await context.adapters.look(body)
+            await in_time(context.adapters.look(body), request.deadline)
             answer = self._parse(body, info)
             del body  # it may be large
             request.operation = answer.operation

@@ -101,13 +101,13 @@ class TokenExchange(Response):
         admission = context.admission
         with admission.buffer() as buffer:
             body = await read_json(scope, receive, context.config, buffer)
-            await context.adapters.look(body)
             if isinstance(body, dict):
                 self._form = next(
                     (form for form in self._forms if not body.keys().isdisjoint(form.keys)),
                     self._form,
                 )
             with ClientWatch(receive):
+                await context.adapters.look(body)
                 with admission.admit_tokenizing(context.client.info):
                     reply = await self._form.answer(context, body)
                 buffer.add(reply.held)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.local_engine import LocalEngine
-from kernels.linear.gpu.lora import add_lora as add_on_gpu
 from kernels.linear.gpu.lora import begin_lora as begin_on_gpu
 from kernels.linear.gpu.lora import sorted_rows
 from kernels.linear.lora import LoraWeights, add_lora
@@ -100,14 +99,14 @@ def test_a_row_has_the_same_bits_beside_any_others(shape, rank):
     x = torch.randn(300, shape[1], device=DEVICE).bfloat16()
     y = torch.randn(300, sum(shape[0]), device=DEVICE).bfloat16()
     one = rows_of(torch.tensor([2], dtype=torch.int32, device=DEVICE))
-    alone = add_on_gpu(x[:1], y[:1].clone(), weights, one)
+    alone = begin_on_gpu(x[:1], weights, one)(y[:1].clone())
 
     for count, seed in itertools.product((2, 16, 64, 200, 300), range(5)):
         slots = random_rows(count, 4, seed).slots
         slots[0] = 2
         mixed = rows_of(slots)
         for rows in (mixed, mixed._replace(tiles=None)):
-            found = add_on_gpu(x[:count], y[:count].clone(), weights, rows)
+            found = begin_on_gpu(x[:count], weights, rows)(y[:count].clone())
             assert torch.equal(found[0], alone[0]), (count, seed, rows.tiles is None)
 
 

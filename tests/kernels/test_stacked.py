@@ -65,6 +65,14 @@ def test_matrices_that_are_stored_apart_have_no_matrix_of_both():
     assert stacked(first.rows(0, 50), second) is None
 
 
+def test_matrices_beside_others_in_one_memory_have_no_matrix_of_both():
+    flat = torch.zeros(4 * ROW_MULTIPLE * INPUTS, dtype=torch.bfloat16)
+    parts = [Weight.full(it.view(-1, INPUTS)) for it in flat.split(ROW_MULTIPLE * INPUTS)]
+
+    assert stacked(parts[0], parts[1]) is None
+    assert stacked(parts[1], parts[2]) is None
+
+
 def test_scales_of_blocks_and_an_order_of_the_inputs_are_not_shared():
     assert can_be_stacked(BLOCKS, (96, 64))
     assert not can_be_stacked(BLOCKS, (96, 16))

@@ -2,7 +2,7 @@
 
 Rows are sorted by slot. In a step of few rows a tile has rows of one slot, so that programs compute all adapters at the
 same time, and `find_tiles` lists the tiles once for all layers. In a step of many rows a tile has the next rows
-whatever their slots, and computes these one after the other. A row's sums depend on its own adapter alone, and their
+whatever their slots, and computes these one after the other. A row's sums depend on its adapter alone, and their
 order is the same in both: the other rows of its tile are multiplied as zeros.
 """
 
@@ -42,8 +42,6 @@ _AHEAD_BYTES: Final = 256
 """Of A that a thread may load to registers before it waits: a quarter of its registers."""
 MOST_LISTED_ROWS: Final = 256
 """Of a step whose tiles are listed."""
-FEWEST_RANKS: Final = 16
-"""Of a slot: a power of two from this number on."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -133,7 +131,7 @@ def shrink(
         AHEAD: chunks of COLUMNS columns of A that are loaded to registers before the wait; where LISTED.
     """
     CHUNKS: tl.constexpr = (K + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
-    FIRST: tl.constexpr = AHEAD if AHEAD < CHUNKS else CHUNKS
+    CHUNKS_AHEAD: tl.constexpr = AHEAD if AHEAD < CHUNKS else CHUNKS
     part = tl.program_id(1)
     split = tl.program_id(2)
     if PDL:
@@ -148,28 +146,28 @@ def shrink(
         if LISTED:
             now = tl.maximum(least, 0).to(tl.int64)
             a_row = a + ((now * P + part) * R + rank)[:, None] * K
-            ahead = ()
-            for i in tl.static_range(FIRST):
+            ahead = ()  # grows in a loop that Triton unrolls; mypy takes it to be empty
+            for i in tl.static_range(CHUNKS_AHEAD):
                 ahead = ahead + (load_columns(a_row, True, chunk + i, K, COLUMNS),)  # type: ignore[assignment]
             if PDL:
                 gdc_wait()
-            is_own = (slot >= 0)[:, None]
-            for i in tl.static_range(FIRST):
-                left = load_columns(x_row, is_own, chunk + i, K, COLUMNS)
+            has_slot = (slot >= 0)[:, None]
+            for i in tl.static_range(CHUNKS_AHEAD):
+                left = load_columns(x_row, has_slot, chunk + i, K, COLUMNS)
                 acc = tl.dot(left, ahead[i].T, acc, input_precision="ieee")
-            for i in range(FIRST, CHUNKS):
-                left = load_columns(x_row, is_own, chunk + i, K, COLUMNS)
+            for i in range(CHUNKS_AHEAD, CHUNKS):
+                left = load_columns(x_row, has_slot, chunk + i, K, COLUMNS)
                 right = load_columns(a_row, True, chunk + i, K, COLUMNS)
                 acc = tl.dot(left, right.T, acc, input_precision="ieee")
         else:
             if PDL:
                 gdc_wait()
             for now in range(least, largest + 1):
-                own = slot == now
-                if tl.max(own.to(tl.int32)) > 0:
+                in_slot = slot == now
+                if tl.max(in_slot.to(tl.int32)) > 0:
                     a_row = a + ((tl.cast(now, tl.int64) * P + part) * R + rank)[:, None] * K
                     for i in range(CHUNKS):
-                        left = load_columns(x_row, own[:, None], chunk + i, K, COLUMNS)
+                        left = load_columns(x_row, in_slot[:, None], chunk + i, K, COLUMNS)
                         right = load_columns(a_row, True, chunk + i, K, COLUMNS)
                         acc = tl.dot(left, right.T, acc, input_precision="ieee")
         line = (split * P + part).to(tl.int64) * num_rows + place
@@ -192,13 +190,13 @@ def expand(
         y: [num_rows, N]; added to.
         FIRST, SECOND: outputs before the second and the third part; N if there is none.
     """
-    FIRST_TILES: tl.constexpr = (FIRST + OUTPUTS - 1) // OUTPUTS
-    TILES: tl.constexpr = FIRST_TILES + (SECOND - FIRST + OUTPUTS - 1) // OUTPUTS
+    SECOND_TILE: tl.constexpr = (FIRST + OUTPUTS - 1) // OUTPUTS
+    THIRD_TILE: tl.constexpr = SECOND_TILE + (SECOND - FIRST + OUTPUTS - 1) // OUTPUTS
     number = tl.program_id(1)
-    part = (number >= FIRST_TILES).to(tl.int32) + (number >= TILES).to(tl.int32)
+    part = (number >= SECOND_TILE).to(tl.int32) + (number >= THIRD_TILE).to(tl.int32)
     start = tl.where(part == 0, 0, tl.where(part == 1, FIRST, SECOND))
     stop = tl.where(part == 0, FIRST, tl.where(part == 1, SECOND, N))
-    number -= tl.where(part == 0, 0, tl.where(part == 1, FIRST_TILES, TILES))
+    number -= tl.where(part == 0, 0, tl.where(part == 1, SECOND_TILE, THIRD_TILE))
     output = start + number * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = (output < stop)[None, :]
     if PDL:
@@ -207,39 +205,41 @@ def expand(
     # The first program always waits, see `kernels.gpu.dependent_launch`.
     if (largest >= 0) | (tl.program_id(0) == 0):
         rank = tl.arange(0, R)
-        early = is_output
+        early = tl.zeros(
+            [R, OUTPUTS], b.dtype.element_ty
+        )  # for mypy and Triton; not read unless LISTED
         if LISTED:
             b_row = b + (tl.maximum(least, 0).to(tl.int64) * R + rank)[:, None] * N
             early = tl.load(b_row + output[None, :], mask=is_output, other=0.0)
         if PDL:
             gdc_wait()
-        is_own = (slot >= 0)[:, None]
+        has_slot = (slot >= 0)[:, None]
         at = y + row.to(tl.int64)[:, None] * y_stride + output[None, :]
         # The sum begins with y in both cases. Triton replaces `y + dot(a, b, 0)` by `dot(a, b, y)`, which rounds
         # differently, but not where the product is in a loop.
-        acc = tl.load(at, mask=is_own & is_output, other=0.0).to(tl.float32)
+        acc = tl.load(at, mask=has_slot & is_output, other=0.0).to(tl.float32)
         total = tl.zeros([ROWS, R], tl.float32)
         line = part.to(tl.int64) * num_rows + place
         found = low + line[:, None] * R + rank[None, :]
         stride = tl.cast(num_rows, tl.int64) * (P * R)
         if LISTED and R <= _MOST_UNROLLED:
             for split in tl.static_range(SPLITS):
-                total += tl.load(found + split * stride, mask=is_own, other=0.0)
+                total += tl.load(found + split * stride, mask=has_slot, other=0.0)
         else:
             for split in range(SPLITS):
-                total += tl.load(found + split * stride, mask=is_own, other=0.0)
+                total += tl.load(found + split * stride, mask=has_slot, other=0.0)
         total = total.to(b.dtype.element_ty)
         if LISTED:
             acc = tl.dot(total, early, acc, input_precision="ieee")
         else:
             for now in range(least, largest + 1):
-                own = slot == now
-                if tl.max(own.to(tl.int32)) > 0:
-                    left = tl.where(own[:, None], total, 0.0).to(b.dtype.element_ty)
+                in_slot = slot == now
+                if tl.max(in_slot.to(tl.int32)) > 0:
+                    left = tl.where(in_slot[:, None], total, 0.0).to(b.dtype.element_ty)
                     b_row = b + (tl.cast(now, tl.int64) * R + rank)[:, None] * N
                     right = tl.load(b_row + output[None, :], mask=is_output, other=0.0)
                     acc = tl.dot(left, right, acc, input_precision="ieee")
-        tl.store(at, acc.to(y.dtype.element_ty), mask=is_own & is_output)
+        tl.store(at, acc.to(y.dtype.element_ty), mask=has_slot & is_output)
 
 
 def sorted_rows(slots: Tensor) -> LoraRows:
@@ -298,8 +298,3 @@ def begin_lora(
         return y
 
     return add_expanded
-
-
-def add_lora(x: Tensor, y: Tensor, weights: LoraWeights, rows: LoraRows) -> Tensor:
-    """Add to y; arguments as for `kernels.linear.lora.add_lora` and `begin_lora`, contiguous in N."""
-    return begin_lora(x, weights, rows)(y)

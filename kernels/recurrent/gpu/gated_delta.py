@@ -50,8 +50,9 @@ _LEVELS: Final = CHUNK.bit_length() - 1
 class GatedDelta(pytorch.GatedDelta):
     """See `kernels.recurrent.segments.RecurrentKernel`. PyTorch computes whole sequences.
 
-    Bits of a token depend on its sequence alone: programs of decode rows share nothing, and a prompt's blocks and the
-    sizes of tiles do not depend on the other sequences.
+    Bits of a token depend on its sequence alone: programs of decode rows share nothing but a count, and a prompt's
+    blocks and the sizes of tiles do not depend on the other sequences. Launches of one object must not run at the same
+    time.
 
     Args:
         shape: of the mixer.

@@ -78,7 +78,8 @@ def convolve_tile(
     group = tl.arange(0, CHUNK // TOKENS) * TOKENS
     x = inputs[0] + start.to(tl.int64) * inputs[1] + first
     offset = group[:, None] * inputs[1] + place[None, :]
-    # All loads before the first store, which no later load may pass.
+    # All loads before the first store, which no later load may pass. The tuples grow in loops that Triton unrolls; mypy
+    # takes them to be empty.
     raw = ()
     for i in tl.static_range(TOKENS):
         mask = (start + group + i < end)[:, None] & exists[None, :]

@@ -1,4 +1,4 @@
-"""Mamba-2 in Triton: a launch for decode rows and four or five for prompts, whatever their numbers."""
+"""Mamba-2 in Triton: two launches for decode rows and four or five for prompts, whatever their numbers."""
 
 from __future__ import annotations
 

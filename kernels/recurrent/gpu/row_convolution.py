@@ -103,11 +103,9 @@ def convolve_rows(
     inputs, factors, added = load_row(
         x, conv, bias, state + read * state_stride, read >= 0, channel, exists, C, W, TAPS, BIAS, GATED
     )  # fmt: skip
+    c = tl.load(x + C + channel, mask=exists & GATED, other=0.0).to(tl.float32)
     total = convolve_row(inputs, factors, added)
-    if GATED:
-        total *= tl.load(x + C + channel, mask=exists, other=0.0).to(tl.float32)
-    else:
-        total = silu(total)
+    total = c * total if GATED else silu(total)
     tl.store(out + row * C + channel, total.to(out.dtype.element_ty), mask=exists)
     # All threads have read the state.
     tl.debug_barrier()

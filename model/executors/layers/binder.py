@@ -64,8 +64,12 @@ class Binder:
         """Whether results must be differentiable."""
         return self._purpose is Purpose.TRAINING
 
+    @property
+    def _vectors(self) -> VectorProblem:
+        return VectorProblem(self.model.dtype_name, self.is_trainable)
+
     def has(self, name: str) -> bool:
-        """Whether a matrix has a product of its own, see `Product.includes`."""
+        """Whether a matrix has a product, and is not part of another one's; see `Product.includes`."""
         return name in self._projections
 
     def reading(self, name: str) -> Projection:
@@ -97,14 +101,12 @@ class Binder:
 
     def norm(self, norm: Norm) -> Callable[[Tensor], Tensor]:
         """Bind a norm of vectors, which no product includes."""
-        problem = VectorProblem(self.model.dtype_name, self._purpose is Purpose.TRAINING)
-        bound = bind_norm(norm, problem, self.model.arch)
+        bound = bind_norm(norm, self._vectors, self.model.arch)
         return lambda x: bound(Residual(x))
 
     def output_gate(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Bind the product of attention's result and the sigmoid of its gate."""
-        problem = VectorProblem(self.model.dtype_name, self.is_trainable)
-        return bind_output_gate(problem, self.model.arch, self.model.device)
+        return bind_output_gate(self._vectors, self.model.arch, self.model.device)
 
     def adding(self, name: str) -> ResidualWriter:
         """Bind a product that adds to the residual stream."""
@@ -135,7 +137,7 @@ class Product(NamedTuple):
             product that adds to the stream.
         activation: of its results; None for none.
         includes: name of a matrix that reads the same. If both are stored as one, and not for training, the product's
-            outputs are those of its own matrix, those of this one, which then has no product, and padding.
+            outputs are those of the matrix `name`, those of this one, which then has no product, and padding.
     """
 
     name: str
@@ -189,7 +191,7 @@ def projections(
     Args:
         layer: its parameters.
         communicator: of the ranks; None for one.
-        trainable: whether each matrix must have a product of its own, see `Product.includes`.
+        trainable: whether each matrix must have a product; see `Product.includes`.
     """
     products = _products(layer)
     in_one: dict[str, Weight] = {}

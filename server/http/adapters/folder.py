@@ -42,7 +42,7 @@ class AdapterFolder:
     """The adapters in a folder, read by threads for it. Used only on the event loop.
 
     A name without an adapter, and an adapter that cannot be used, are remembered for `recent.SECONDS`; the latter only
-    as long as its files do not change. What is no coroutine reads memory alone.
+    as long as its files do not change. Methods that are not coroutines read no file.
 
     Args:
         path: of the folder; None if the service has none.

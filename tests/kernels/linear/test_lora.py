@@ -114,7 +114,7 @@ def test_tiles_are_neighbours_of_one_slot_and_have_every_row_with_an_adapter_onc
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("sequences", SEQUENCES.values(), ids=SEQUENCES)
 def test_the_kernels_agree_with_the_formula(parts, sequences, dtype, listed):
-    from kernels.linear.gpu.lora import add_lora as add_on_gpu
+    from kernels.linear.gpu.lora import begin_lora
 
     inputs = 1100  # several parts of the columns, none of which is a multiple of a tile
     it, rows = weights(parts, inputs=inputs, dtype=dtype), rows_of(sequences)
@@ -124,7 +124,7 @@ def test_the_kernels_agree_with_the_formula(parts, sequences, dtype, listed):
     plain = add_lora(x, y.clone(), it, rows)
 
     with triton_interpreter.poisoned_memory():
-        found = add_on_gpu(x, y.clone(), it, on_a_gpu(rows, listed=listed))
+        found = begin_lora(x, it, on_a_gpu(rows, listed=listed))(y.clone())
 
     assert_no_worse_than(found, truth, plain, atol=1e-5)
     without = rows.slots < 0
@@ -134,18 +134,18 @@ def test_the_kernels_agree_with_the_formula(parts, sequences, dtype, listed):
 @triton_interpreter.interpreted
 @pytest.mark.parametrize("rank", [16, 64, 128])
 def test_a_row_of_the_kernels_has_the_same_bits_beside_any_other_adapters(rank):
-    from kernels.linear.gpu.lora import add_lora as add_on_gpu
+    from kernels.linear.gpu.lora import begin_lora
 
     it = weights(PARTS["qkv"], rank, inputs=1100, dtype=torch.bfloat16)
     x, y = torch.randn(40, 1100).bfloat16(), torch.randn(40, 128).bfloat16()
     found = {}
     for slot in range(3):
         alone = on_a_gpu(rows_of([(0, 11, -1), (11, 12, slot)]))
-        found[slot] = add_on_gpu(x[:12], y[:12].clone(), it, alone)[11]
+        found[slot] = begin_lora(x[:12], it, alone)(y[:12].clone())[11]
 
     for first in range(3):
         for slot in range(3):
             rows = rows_of([(0, 5, first), (5, 11, 2), (11, 12, slot), (12, 30, -1), (30, 40, 0)])
             for listed in (True, False):
                 mixed = on_a_gpu(rows, listed=listed)
-                assert torch.equal(add_on_gpu(x, y.clone(), it, mixed)[11], found[slot])
+                assert torch.equal(begin_lora(x, it, mixed)(y.clone())[11], found[slot])
