@@ -235,9 +235,9 @@ def expand(
             for now in range(least, largest + 1):
                 in_slot = slot == now
                 if tl.max(in_slot.to(tl.int32)) > 0:
-                    left = tl.where(in_slot[:, None], total, 0.0).to(b.dtype.element_ty)
                     b_row = b + (tl.cast(now, tl.int64) * R + rank)[:, None] * N
                     right = tl.load(b_row + output[None, :], mask=is_output, other=0.0)
+                    left = tl.where(in_slot[:, None], total, 0.0).to(b.dtype.element_ty)
                     acc = tl.dot(left, right, acc, input_precision="ieee")
         tl.store(at, acc.to(y.dtype.element_ty), mask=has_slot & is_output)
 
