@@ -43,7 +43,7 @@ _MOST_STAGES: Final = 3
 _RESULTS: Final = 16384
 """Bytes of shared memory beside the stages of `carry_in_flight`."""
 _REGISTERS: Final = 168
-"""Of a thread of `solve_blocks`, the most with which three programs fit."""
+"""Of a thread of `solve_blocks` on Hopper, the most with which three programs fit."""
 _LEVELS: Final = CHUNK.bit_length() - 1
 
 
@@ -150,9 +150,10 @@ class GatedDelta(pytorch.GatedDelta):
         where = segments.cu_seqlens, segments.positions[segments.rows :], segments.slots, kept
         counts = segments.rows, segments.num_prompts
         sizes = {"CHUNK": CHUNK, "SEQS": sequences(segments.num_prompts), "KEEPS": keeps}
-        # More registers leave room for two programs beside each other, not for three.
         few = self._from_shared and dtype.itemsize == 2 and not self._is_wide
-        launch = {"num_warps": 4, "maxnreg": _REGISTERS} if few else {"num_warps": 8}
+        launch = {"num_warps": 4 if few else 8}
+        if few and not self._arch.unsupported(HOPPER) and values <= _PART:
+            launch["maxnreg"] = _REGISTERS
         solve_blocks[heads, count](
             projected, gates, *self._arguments, conv_state, *where, *blocks, *counts, projected.stride(0),
             gates.stride(0), conv_state.stride(0), shape.key_dim**-0.5,

@@ -39,7 +39,7 @@ def jobs_for(sm):
         *(FusedJob(sm, "mamba2", around=it, tokens=64, function=name) for it, name in every),
         *(
             FusedJob(sm, "short_conv", tokens=64, function=name)
-            for name in ("step_short_conv", "convolve_prompts")
+            for name in ("convolve_rows", "convolve_prompts")
         ),
     ]
 
