@@ -581,12 +581,12 @@ async def test_lists_of_models_look_for_all_adapters_once_at_a_time(
 ):
     client, folder = with_folder
     assert (await ask(client, "one")).status_code == 200
-    begun, may_end, looks = asyncio.Event(), threading.Event(), []
+    started, may_end, looks = asyncio.Event(), threading.Event(), []
     loop, original = asyncio.get_running_loop(), AdapterFolder._absent
 
     def absent(self, names):
         looks.append(names)
-        loop.call_soon_threadsafe(begun.set)
+        loop.call_soon_threadsafe(started.set)
         assert may_end.wait(GIVE_UP)
         return original(self, names)
 
@@ -598,7 +598,7 @@ async def test_lists_of_models_look_for_all_adapters_once_at_a_time(
         return [it["id"] for it in models]
 
     first = asyncio.create_task(listed())
-    await begun.wait()
+    await started.wait()
     assert await listed() == ["fake/model", "sql", "one"]
     may_end.set()
     assert await first == ["fake/model", "sql"]

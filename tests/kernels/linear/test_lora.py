@@ -97,11 +97,11 @@ def test_tiles_are_neighbours_of_one_slot_and_have_every_row_with_an_adapter_onc
 
         found = []
         for first, stop, slot in rows.tiles.T.tolist():
-            own = rows.order[first:stop]
-            assert len(own) <= 16
-            assert (slot >= 0) == (len(own) > 0)
-            assert (of_rows[own] == slot).all()
-            found += own.tolist()
+            of_tile = rows.order[first:stop]
+            assert len(of_tile) <= 16
+            assert (slot >= 0) == (len(of_tile) > 0)
+            assert (of_rows[of_tile] == slot).all()
+            found += of_tile.tolist()
         assert sorted(found) == (of_rows >= 0).nonzero().flatten().tolist()
         used = int((rows.tiles[2] >= 0).sum())
         assert (rows.tiles[2, :used] >= 0).all()

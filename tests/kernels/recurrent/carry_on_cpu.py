@@ -1,4 +1,4 @@
-"""Runs the kernel that carries states on Hopper on a CPU: its own code, on PyTorch's tensors instead of Gluon's.
+"""Runs the kernel that carries states on Hopper on a CPU: its code, on PyTorch's tensors instead of Gluon's.
 
 A program is one role; see `tests.kernels.gluon_on_cpu`.
 """
