@@ -157,7 +157,9 @@ def test_adapters_add_to_the_product_before_its_activation():
     weights, x, norm = layer(128, 96), random(4, 96), norm_of("rms", 96)
     bound = bind(weights, Operations(norm, SWIGLU))
 
-    found, _ = bound.adapted(lambda x: lambda y: y + x.sum(-1, keepdim=True)).from_residual(Residual(x))
+    found, _ = bound.adapted(lambda x: lambda y: y + x.sum(-1, keepdim=True)).from_residual(
+        Residual(x)
+    )
 
     read = torch.nn.functional.rms_norm(x, (96,), *norm)
     expected = activated(SWIGLU, bind(weights)(read) + read.sum(-1, keepdim=True))
