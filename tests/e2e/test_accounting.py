@@ -25,6 +25,10 @@ def totals(service, name, label):
     }
 
 
+def ended_sequences(service):
+    return totals(service, "tessera_sequences_ended_total", "reason")
+
+
 def plain(service, i):
     """Return why a reply ended, and what it reports."""
     parameters = {"max_new_tokens": 90 + i, "details": True, "ignore_eos": True}
@@ -71,11 +75,12 @@ def test_what_replies_report_adds_up_to_the_engines_totals(start_service, fronte
         reported = [reply.result() for reply in replies]
         for one in left:
             one.result()
-    until(lambda: idle(service))
+    # The metrics are those of the engine's last message, which may come after the last reply.
+    until(lambda: idle(service) and sum(ended_sequences(service).values()) == 23)
 
     device = totals(service, "tessera_sequence_device_seconds_total", "reason")
     blocks = totals(service, "tessera_sequence_kv_block_seconds_total", "reason")
-    ended = totals(service, "tessera_sequences_ended_total", "reason")
+    ended = ended_sequences(service)
     for reason in ("stop", "length"):
         mine = [figures for name, figures in reported if name == reason]
         assert len(mine) == ended[reason] > 0
