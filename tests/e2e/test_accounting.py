@@ -75,7 +75,7 @@ def test_what_replies_report_adds_up_to_the_engines_totals(start_service, fronte
         reported = [reply.result() for reply in replies]
         for one in left:
             one.result()
-    # The metrics are those of the engine's last message, which may come after the last reply.
+    # The metrics are those of the engine's last message, which may arrive after the last reply.
     until(lambda: idle(service) and sum(ended_sequences(service).values()) == 23)
 
     device = totals(service, "tessera_sequence_device_seconds_total", "reason")

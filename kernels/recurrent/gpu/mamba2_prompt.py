@@ -55,7 +55,7 @@ _FLOAT32_ROWS: Final = 16
 _FLOAT32_DEPTH: Final = 32
 """Rows, and columns of a product of b and c, in float32, which is multiplied without tensor cores, in registers."""
 _MOST_HEADS: Final = 8
-"""Whose tokens of a block a program computes, which share the products of b and c."""
+"""Heads that a program of `scan_blocks` computes; they share the products of b and c."""
 _PROGRAMS: Final = 1024
 """Of `scan_blocks`, below which a program computes fewer heads."""
 _FIELDS = tl.constexpr(5)
