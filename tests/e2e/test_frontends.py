@@ -38,6 +38,7 @@ class FrontEndService:
         command = [sys.executable, "-c", SCRIPT, behaviour, "--frontends=2", f"--port={self.port}"]
         self.process, self._log = start_logged([*command, *arguments])
         weakref.finalize(self, self._log.unlink)
+        self._clients = []
 
     def wait_until_healthy(self, seconds=90.0):
         until(lambda: self.health() == 200)
@@ -54,10 +55,15 @@ class FrontEndService:
         return sorted(p for p in pids if module in Path(f"/proc/{p}/cmdline").read_text())
 
     def one_client_each(self):
-        """Return a client for each front end, by its process id. A client keeps its connection and so its front end."""
+        """Return a client for each front end, by its process id.
+
+        A client keeps its connection and so its front end, but a request beside another one of the same client has a
+        connection of its own, to either front end. Clients are closed with the service at the latest.
+        """
         clients = {}
         while len(clients) < 2:
             client = httpx.Client(base_url=self.url, timeout=GIVE_UP)
+            self._clients.append(client)
             assert client.get("/health").status_code == 200
             port = client._transport._pool.connections[
                 0
@@ -100,6 +106,8 @@ class FrontEndService:
             return self.log()
         finally:
             self.process.kill()
+            for client in self._clients:
+                client.close()
 
     def log(self):
         """Return what the service has written to standard error so far."""
@@ -132,10 +140,7 @@ def service():
 
 @pytest.fixture
 def clients(service):
-    clients = service.one_client_each()
-    yield list(clients.values())
-    for client in clients.values():
-        client.close()
+    return list(service.one_client_each().values())
 
 
 @pytest.mark.slow
