@@ -84,8 +84,11 @@ CPU_PREFILL = KernelSpec(
     flash_attention=2,
     head_dims=frozenset(range(16, 257, 16)),
     group_sizes=frozenset(range(1, 17)),
+    several_queries=True,
+    batch_invariant=True,
     note="one call of the C library; equal bits in every batch and chunk",
 )
+CPU_DECODE = dataclasses.replace(CPU_PREFILL, name="cpu_decode", phase=Phase.DECODE)
 TORCH_PREFILL = KernelSpec(
     name="torch_prefill",
     phase=Phase.PREFILL,
@@ -172,7 +175,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
         launch=LaunchConfig(block_m=16, block_n=32, num_warps=4, num_stages=1, programs_per_sm=2),
     ),
     CPU_PREFILL,
-    dataclasses.replace(CPU_PREFILL, name="cpu_decode", phase=Phase.DECODE),
+    CPU_DECODE,
     TORCH_PREFILL,
     dataclasses.replace(
         TORCH_PREFILL,
@@ -246,7 +249,9 @@ INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (
             note=_EQUAL_BITS,
         )
     ),
+    CPU_PREFILL,
+    CPU_DECODE,
 )
-"""Kernels for batch-invariant problems, which no row of `REGISTRY` supports.
+"""Kernels for batch-invariant problems; of the rows of `REGISTRY` only those of the C library support these.
 
 Both phases of a problem always have the same kernel, since the rows of a kernel support the same problems."""

@@ -18,7 +18,6 @@ _LANES: Final = 16
 _MOST_HEAD_DIM: Final = 256
 _MOST_GROUP: Final = 16
 _MOST_LAYERS: Final = 400
-_MOST_PARTS: Final = 3
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -160,29 +159,32 @@ class CSequences(ctypes.Structure):
     )
 
 
-class _Lora(ctypes.Structure):
+class CLora(ctypes.Structure):
+    """`Lora` of native/rows.h."""
+
+    MOST_PARTS: Final = 8
     _fields_ = (
         ("a", _POINTER),
         ("b", _POINTER),
         ("parts", _INT),
         ("inputs", _INT),
         ("outputs", _INT),
-        ("ends", _INT * _MOST_PARTS),
+        ("ends", _INT * MOST_PARTS),
     )
 
     @classmethod
-    def of(cls, weights: SlotMatrices) -> _Lora:
+    def of(cls, weights: SlotMatrices) -> CLora:
         """Return the structure of the slots of one matrix."""
         _, parts, _, inputs = weights.a.shape
         ends = [end for _, end in weights.bounds]
-        padded = (_INT * _MOST_PARTS)(*ends, *ends[-1:] * (_MOST_PARTS - parts))
+        padded = (_INT * cls.MOST_PARTS)(*ends, *ends[-1:] * (cls.MOST_PARTS - parts))
         return cls(
             _address(weights.a), _address(weights.b), parts, inputs, weights.b.shape[2], padded
         )
 
 
 class _LoraLayer(ctypes.Structure):
-    _fields_ = tuple((name, _Lora) for name in LayerMatrices._fields[:4])
+    _fields_ = tuple((name, CLora) for name in LayerMatrices._fields[:4])
 
 
 class _Adapters(ctypes.Structure):
@@ -302,7 +304,7 @@ class CPUDecoder:
         """
         structures = (_LoraLayer * len(layers))(
             *(
-                _LoraLayer(*(_Lora.of(it[name]) for name in LayerMatrices._fields[:4]))
+                _LoraLayer(*(CLora.of(it[name]) for name in LayerMatrices._fields[:4]))
                 for it in layers
             )
         )

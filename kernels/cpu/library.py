@@ -16,7 +16,7 @@ import torch
 
 from kernels.torch_private import cpu_features
 
-VERSION: Final = 6
+VERSION: Final = 7
 """Of the C functions and structures; a library of another version is not loaded."""
 _FOLDER: Final = Path(__file__).parent / "lib"
 

@@ -5,7 +5,7 @@ The Triton kernels are imported when they are first called, because Triton is no
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,22 +15,36 @@ from kernels.norms import pytorch
 
 if TYPE_CHECKING:
     from kernels.collective.communicator import Communicator
+    from kernels.norms.pytorch import ActivationName
 
 
-def normalize(norm: Norm | LayerNorm | None, x: Tensor) -> Tensor:
-    """Normalize x, [..., C], unless there is no norm; differentiable."""
+class Vectors(Protocol):
+    """Norms and activations of vectors: the modules `kernels.norms.pytorch` and `kernels.norms.cpu_library`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Tensor:
+        """See `kernels.norms.pytorch.rms_norm`."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, /) -> Tensor:
+        """See `kernels.norms.pytorch.layer_norm`."""
+
+    def activate(self, x: Tensor, function: ActivationName, /, *, gated: bool) -> Tensor:
+        """See `kernels.norms.pytorch.activate`."""
+
+
+def normalize(norm: Norm | LayerNorm | None, x: Tensor, by: Vectors) -> Tensor:
+    """Normalize x, [..., C], unless there is no norm; differentiable if the functions `by` are."""
     if norm is None:
         return x
     if isinstance(norm, Norm):
-        return pytorch.rms_norm(x, norm.weight, norm.eps)
-    return pytorch.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        return by.rms_norm(x, norm.weight, norm.eps)
+    return by.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
-def activate(activation: Activation | None, x: Tensor) -> Tensor:
-    """Apply an activation to x, [..., F] or [..., 2 * F]; differentiable."""
+def activate(activation: Activation | None, x: Tensor, by: Vectors) -> Tensor:
+    """Apply an activation to x, [..., F] or [..., 2 * F]; differentiable if the functions `by` are."""
     if activation is None:
         return x
-    return pytorch.activate(x, activation.function, gated=activation.gated)
+    return by.activate(x, activation.function, gated=activation.gated)
 
 
 def add_and_normalize(

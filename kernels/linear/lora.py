@@ -97,10 +97,7 @@ class LoraLinear:
 
     def __init__(self, weights: LoraWeights, step: StepLora) -> None:
         self._weights, self._step = weights, step
-        on_cpu = weights.a.device.type == "cpu"
-        self._begin: Callable[..., Callable[[Tensor], Tensor]] = (
-            begin_lora if on_cpu else load("kernels.linear.gpu.lora:begin_lora")
-        )
+        self._begin: Callable[..., Callable[[Tensor], Tensor]] = load(_target(weights))
 
     def __call__(self, x: Tensor, *, pdl: bool = False) -> Callable[[Tensor], Tensor]:
         """Begin with the input of the product, so that a GPU computes both at the same time.
@@ -115,6 +112,14 @@ class LoraLinear:
         rows = self._step.rows
         assert rows is not None, "a step with adapters names them"
         return self._begin(x, self._weights, rows, pdl=pdl)
+
+
+def _target(weights: LoraWeights) -> str:
+    """Return the function that begins what adapters add to a product."""
+    if weights.a.device.type != "cpu":
+        return "kernels.linear.gpu.lora:begin_lora"
+    computes: Callable[[LoraWeights], bool] = load("kernels.linear.cpu.lora:computes")
+    return f"kernels.linear.{'cpu.' if computes(weights) else ''}lora:begin_lora"
 
 
 def begin_lora(

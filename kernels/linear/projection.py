@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.around import (
+    Vectors,
     activate,
     activate_on_gpu,
     add_and_normalize,
@@ -39,8 +40,8 @@ from kernels.linear.weights import (
     Norm,
     Operations,
 )
+from kernels.norms import cpu_library, pytorch
 from kernels.norms import registry as norms
-from kernels.norms.pytorch import multiply_by_sigmoid
 from kernels.sampling.tokens import argmax_tokens
 from kernels.selection import VectorProblem, load, select_vector
 
@@ -123,7 +124,10 @@ def bind_projection(
         return FusedProjection(load(spec.target)(weights, problem, operations), operations)
     if spec.any_rows:
         product = _gathering(load(spec.target)(weights, problem), order)
-        return FixedProjection(product, operations, copies_weights=spec.copies_weights)
+        vectors = _vectors(VectorProblem(problem.dtype, problem.trainable), arch)
+        return FixedProjection(
+            product, operations, copies_weights=spec.copies_weights, vectors=vectors or pytorch
+        )
     return _RowProjection(weights, problem, operations, arch, order)
 
 
@@ -170,6 +174,14 @@ def _gathering(product: Callable[..., Tensor], order: Tensor | None) -> Callable
     return lambda x, *arguments: product(x.index_select(-1, order), *arguments)
 
 
+_VECTORS: Final = {norms.CPU_LIBRARY.name: cpu_library, norms.PYTORCH.name: pytorch}
+
+
+def _vectors(problem: VectorProblem, arch: GPUArch) -> Any:  # noqa: ANN401 - `Vectors`, and an output gate
+    """Return the functions of norms and activations that are no Triton kernels; None where they are."""
+    return _VECTORS.get(select_vector(norms.REGISTRY, problem, arch).spec.name)
+
+
 def bind_norm(
     norm: Norm | LayerNorm, problem: VectorProblem, arch: GPUArch
 ) -> Callable[[Residual], Tensor]:
@@ -180,8 +192,9 @@ def bind_norm(
         problem: dtype of the residual stream, and whether the norm must be differentiable.
         arch: processor of the norm's device.
     """
-    if select_vector(norms.REGISTRY, problem, arch).spec is norms.PYTORCH:
-        return functools.partial(_normalize, norm)
+    vectors = _vectors(problem, arch)
+    if vectors is not None:
+        return lambda residual: normalize(norm, residual.hidden, vectors)
     pdl = may_depend(arch, norm.weight.device)
     return functools.partial(_add_and_normalize, norm, pdl=pdl)
 
@@ -200,20 +213,23 @@ def bind_output_gate(
         A function of two tensors, [T, F], maybe of any more dimensions if PyTorch computes it, which may write the
         first one.
     """
-    if select_vector(norms.REGISTRY, problem, arch).spec is norms.PYTORCH:
-        return multiply_by_sigmoid
+    vectors = _vectors(problem, arch)
+    if vectors is not None:
+        multiply: Callable[[Tensor, Tensor], Tensor] = vectors.multiply_by_sigmoid
+        return multiply
     return functools.partial(multiply_by_sigmoid_on_gpu, pdl=may_depend(arch, device))
 
 
 class FixedProjection:
-    """A projection by one product for any number of rows; norms, activation and residual in PyTorch.
+    """A projection by one product for any number of rows; norms, activation and residual by separate functions.
 
-    Differentiable if the product is.
+    Differentiable if the product and the functions are.
 
     Args:
         multiply: the product, from [..., C] to [..., N].
         operations: around the product.
         copies_weights: as in `Projection`.
+        vectors: functions of the norms and the activation.
     """
 
     row_counts: tuple[int, ...] = ()
@@ -224,8 +240,9 @@ class FixedProjection:
         operations: Operations = PRODUCT_ONLY,
         *,
         copies_weights: bool,
+        vectors: Vectors = pytorch,
     ) -> None:
-        self.copies_weights = copies_weights
+        self.copies_weights, self._vectors = copies_weights, vectors
         self._multiply = multiply
         self._operations = operations
 
@@ -233,19 +250,23 @@ class FixedProjection:
         """See `Projection.adapted`."""
         multiply = self._multiply
         return FixedProjection(
-            lambda x: add(x)(multiply(x)), self._operations, copies_weights=self.copies_weights
+            lambda x: add(x)(multiply(x)),
+            self._operations,
+            copies_weights=self.copies_weights,
+            vectors=self._vectors,
         )
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         """See `Projection.from_residual`."""
         norm, activation = self._operations[:2]
-        return activate(activation, self._multiply(normalize(norm, residual.hidden))), residual
+        x = normalize(norm, residual.hidden, self._vectors)
+        return activate(activation, self._multiply(x), self._vectors), residual
 
     def to_residual(self, x: Tensor, residual: Residual) -> Residual:
         """See `Projection.to_residual`."""
         y = self._multiply(x)
         if self._operations.post_norm is not None:
-            y = normalize(self._operations.post_norm, y)
+            y = normalize(self._operations.post_norm, y, self._vectors)
         return Residual(residual.hidden + y)
 
     def partials(self, x: Tensor) -> Tensor:
@@ -278,7 +299,7 @@ class FusedProjection(FixedProjection):
     """
 
     def __init__(self, product: FusedProduct, operations: Operations) -> None:
-        super().__init__(product, operations, copies_weights=True)
+        super().__init__(product, operations, copies_weights=True, vectors=cpu_library)
         self.product = product
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
@@ -463,10 +484,6 @@ class _AdaptedRowProjection:
     @property
     def row_counts(self) -> tuple[int, ...]:
         return self._product.row_counts
-
-
-def _normalize(norm: Norm | LayerNorm, residual: Residual) -> Tensor:
-    return normalize(norm, residual.hidden)
 
 
 def _add_and_normalize(norm: Norm | LayerNorm, residual: Residual, *, pdl: bool) -> Tensor:

@@ -6,11 +6,13 @@ import logging
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
-from kernels import NoKernelError, select
+from kernels import NoKernelError
+from kernels.linear.cpu.lora import computes
 from kernels.selection import VectorProblem, triton_unsupported
 from model.executors import cpu_library, single_launch
+from model.executors.columns import Bucket
 from model.executors.executor import ModelProblem
-from model.executors.layers.attention_plans import attention_planner
+from model.executors.layers.layer_kernels import layer_kernels
 from model.executors.layers.limits import nondeterministic
 from model.executors.table import choose_executor
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from model.device.kv_cache import KVCache
-    from model.executors.columns import Bucket
     from model.executors.executor import Executor
     from model.executors.layers.executor import Layers
     from model.executors.modules.executor import ModulesExecutor
@@ -144,20 +145,26 @@ def deterministic_unsupported(
         return ()
     if model.network.modules is not None:
         return ("modules of transformers give no equal bits in every step",)
-    if arch.is_cpu:
-        in_c = cpu_library.unsupported(
-            model.whole_network, fp8_cache=kv_dtype is not None, num_ranks=model.num_ranks
-        )
-        needed = "on a CPU the C library must compute whole steps, with weights in int8 or int4"
-        if in_c:
-            return (f"{needed}, which it does not here: {'; '.join(in_c)}",)
-        return (f"{needed}: set --quantization int8 or int4, and --dtype auto",)
     reasons = nondeterministic(model.network, model.dtype_name, arch)
-    reasons += triton_unsupported(VectorProblem(model.dtype_name), arch)
+    if not arch.is_cpu:
+        reasons += triton_unsupported(VectorProblem(model.dtype_name), arch)
+    elif kv_dtype is not None:
+        return ("on a CPU no KV cache in FP8: set --kv-cache-dtype auto", *reasons)
+    elif not model.weight_format.is_quantized:
+        needed = "on a CPU the C library must multiply by weights in int8 or int4"
+        return (f"{needed}: set --quantization int8 or int4, and --dtype auto", *reasons)
+    elif model.num_ranks > 1:
+        reasons += (f"{model.num_ranks} ranks share the model on a CPU: set --tensor-parallel 1",)
+    elif model.adapters is not None and not all(
+        computes(it) for layer in model.adapters.layers for it in layer.values()
+    ):
+        reasons += ("matrices whose adapters PyTorch multiplies: sizes are no multiples of 16",)
+    bucket = Bucket(
+        rows=1, prompt_tokens=1, prompt_seqs=1, columns=1, num_logits=1, deterministic=True
+    )
     try:
-        planner = attention_planner(model)
-        for problem in planner.problems(block_size, kv_dtype, deterministic=True):
-            select(problem, arch)
+        for _ in layer_kernels(model, bucket, arch, block_size, kv_dtype):
+            pass  # chosen
     except NoKernelError as error:
         return (*reasons, str(error))
     return reasons

@@ -69,6 +69,7 @@ class DecoderLayer(nn.Module):
         new = NewParameters(layer, hidden, dtype, device, weight_format)
         biases, own_mlp_norm = layer.norm.has_bias, layer.pre_norms and not layer.shared_norm
         self.spec = layer
+        self._dropped: dict[str, WeightFormat] = {}
         self.input_norm = new.norm(hidden) if layer.pre_norms else None
         self.input_norm_bias = new.vector(hidden) if layer.pre_norms and biases else None
         PARAMETERS[type(layer.mixer)](self, layer.mixer, new)
@@ -148,8 +149,14 @@ class DecoderLayer(nn.Module):
         assert self.mlp_norm is not None
         return self.input_norm, self.mlp_norm
 
+    @property
+    def formats(self) -> dict[str, WeightFormat]:
+        """The formats of the matrices by their names, also of those that are deleted."""
+        return {name: it.format for name, it in self.matrices.items()} | self._dropped
+
     def drop_matrix(self, name: str) -> None:
         """Delete one matrix, once there is a copy of it."""
+        self._dropped[name] = self.matrices[name].format
         setattr(self, name, None)
 
 

@@ -60,12 +60,12 @@ class EngineSettings:
             at which later prompts begin; default: up to four for each of --max-num-seqs, in at most a quarter of the
             memory of the KV cache; without effect for models without such layers.
         deterministic: give the tokens and log-probabilities of all requests, not only of those with the field
-            `deterministic`, the same bits whatever else the service computes; free on a CPU, for the models
-            whose whole steps the C library computes; slower on a GPU.
+            `deterministic`, the same bits whatever else the service computes; free on a CPU with weights in 8 or 4
+            bits, where nearly all models have it without this; slower on a GPU.
         max_draft_tokens: tokens that are proposed at once to follow those of a sequence, where an earlier text goes on
             so, and computed in one step; replies stay the same bytes. The number used follows from what they save;
-            0 proposes none. For deterministic requests, which on a CPU all are of models whose whole steps the C
-            library computes, and on Hopper in steps of few tokens for all.
+            0 proposes none. For deterministic requests, which on a CPU with weights in 8 or 4 bits all are of nearly
+            all models, and on Hopper in steps of few tokens for all.
         max_loras: adapters of one step, each in a slot on the device; requests for others wait for a slot; 0 takes
             none; default: 8 with --lora-modules or --lora-folder, otherwise 0.
         max_lora_rank: largest rank of an adapter, for which the slots have memory.

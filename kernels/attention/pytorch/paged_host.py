@@ -72,8 +72,8 @@ def host_sequences(problem: AttentionProblem, batch: PagedBatch) -> list[HostSeq
     """Copy the batch to the host and find the runs of every sequence that has queries.
 
     Raises:
-        ShapeError: query rows do not ascend from 0; a sequence has more queries than tokens; its block table is too
-            short or contains a negative block; or a sequence of a decode does not have exactly one query.
+        ShapeError: query rows do not ascend from 0; a sequence has more queries than tokens, or than a decode takes;
+            its block table is too short or contains a negative block.
     """
     offsets: list[int] = batch.cu_seqlens_q.tolist()
     lengths: list[int] = batch.seq_lens.tolist()
@@ -85,8 +85,13 @@ def host_sequences(problem: AttentionProblem, batch: PagedBatch) -> list[HostSeq
     for index, (length, table) in enumerate(zip(lengths, tables, strict=True)):
         row = offsets[index]
         num_queries = offsets[index + 1] - row
-        if problem.phase is Phase.DECODE and num_queries != 1:
-            raise ShapeError(f"sequence {index} has {num_queries} query tokens; decode takes 1")
+        most = problem.max_query_tokens
+        fits = num_queries == 1 or num_queries <= most > 1
+        if problem.phase is Phase.DECODE and not fits:
+            takes = "1" if most == 1 else f"at most {most}"
+            raise ShapeError(
+                f"sequence {index} has {num_queries} query tokens; decode takes {takes}"
+            )
         _check(index, num_queries, length, table, block_size)
         if num_queries == 0 or length == 0:
             continue

@@ -5,6 +5,7 @@
 #include "layer_attention.h"
 #include "linear.h"
 #include "recurrent.h"
+#include "rows.h"
 
 typedef struct {
     Matrix qkv, output, gate_up, down;
@@ -21,22 +22,12 @@ typedef struct {
     const Matrix *head, *embedding; /* the same one if tied */
 } Model;
 
-/* The matrices of all slots of adapters for one matrix of a layer; see `kernels.linear.lora`. */
-typedef struct {
-    const float *a; /* [slots][parts][rank][inputs] */
-    const float *b; /* [slots][rank][outputs] */
-    int64_t parts, inputs, outputs;
-    int64_t ends[3]; /* the outputs up to the end of each part */
-} Lora;
-
 typedef struct { Lora qkv, output, gate_up, down; } LoraLayer;
 
 /* The adapters of a step. */
 typedef struct {
     const LoraLayer *layers;
-    const int32_t *slots;  /* [rows], -1 for none */
-    const int64_t *ranks;  /* [slots], at most `rank` */
-    int64_t rank;
+    AdaptersOfRows rows;
 } Adapters;
 
 typedef struct {
@@ -72,11 +63,9 @@ typedef struct {
 } Computation;
 
 /* Of the functions and structures, as `kernels.cpu.library.VERSION`. */
-#define TESSERA_VERSION 6
+#define TESSERA_VERSION 7
 #define LOOPS_OF_LAYER 10
 #define LOOPS_OF_ADAPTERS 8
-#define MOST_PARTS 3
-#define OUTPUTS_AT_ONCE 256
 
 const char *tessera_instructions(void) { return INSTRUCTIONS; }
 
@@ -205,40 +194,9 @@ static void norm_rows(Pool *pool, int64_t loop, const Computation *c, const floa
     });
 }
 
-/* What adapters make of rows x, added to y or, for gate and up, written to it; two loops. Each sum is of one row and its
-   adapter, in an order that depends on nothing else. */
-static void add_adapters(Pool *pool, int64_t loop, const Computation *c, const Lora *l, const float *x, float *y, int overwrites) {
-    const Adapters *all = c->step->adapters;
-    int64_t rows = c->step->rows, rank = all->rank, width = l->parts * rank;
-    LOOP(pool, loop, rows * width, chunk_of(rows * width, pool->threads), first, end, {
-        for (int64_t item = first; item < end; item++) {
-            int64_t row = item / width, part = item % width / rank, r = item % rank, slot = all->slots[row];
-            if (slot < 0 || r >= all->ranks[slot]) continue;
-            const float *a = l->a + ((slot * l->parts + part) * rank + r) * l->inputs, *from = x + row * l->inputs;
-            float16 total = splat(0);
-            for (int64_t i = 0; i < l->inputs; i += LANES) total += load(from + i) * load(a + i);
-            c->space.low[row * MOST_PARTS * rank + part * rank + r] = sum(total);
-        }
-    });
-    int64_t tiles = (l->outputs + OUTPUTS_AT_ONCE - 1) / OUTPUTS_AT_ONCE;
-    LOOP(pool, loop + 1, rows * tiles, chunk_of(rows * tiles, pool->threads), first, end, {
-        for (int64_t item = first; item < end; item++) {
-            int64_t row = item / tiles, start = item % tiles * OUTPUTS_AT_ONCE, slot = all->slots[row], part = 0;
-            int64_t stop = start + OUTPUTS_AT_ONCE < l->outputs ? start + OUTPUTS_AT_ONCE : l->outputs;
-            float *to = y + row * l->outputs;
-            if (slot < 0) {
-                if (overwrites) memset(to + start, 0, (size_t)(stop - start) * sizeof(float));
-                continue;
-            }
-            for (int64_t n = start; n < stop; n += LANES) {
-                while (n >= l->ends[part]) part++;
-                const float *low = c->space.low + row * MOST_PARTS * rank + part * rank, *b = l->b + slot * rank * l->outputs + n;
-                float16 total = splat(0);
-                for (int64_t r = 0; r < all->ranks[slot]; r++) total += low[r] * load(b + r * l->outputs);
-                store(to + n, overwrites ? total : load(to + n) + total);
-            }
-        }
-    });
+/* What the adapters of a step make of rows x, for one matrix; two loops. */
+static void adapt(Pool *pool, int64_t loop, const Computation *c, const Lora *l, const float *x, float *y, int overwrites) {
+    add_adapters(pool, loop, c->step->adapters->rows, c->step->rows, l, x, c->space.low, y, overwrites);
 }
 
 static void compute_layer(Pool *pool, int64_t loop, const Computation *c, int64_t index) {
@@ -250,20 +208,20 @@ static void compute_layer(Pool *pool, int64_t loop, const Computation *c, int64_
     int64_t rows = c->step->rows, width = (m->heads + 2 * m->kv_heads) * m->head_dim, more = loop + LOOPS_OF_LAYER;
     norm_rows(pool, loop, c, w->hidden, NULL, rows, l->input_norm, &l->qkv, kept);
     product(pool, loop + 1, &l->qkv, &l->output, w->activations, rows, w->qkv, width, STORE, NULL);
-    if (adapted != NULL) add_adapters(pool, more, c, &adapted->qkv, w->normed, w->qkv, 0);
+    if (adapted != NULL) adapt(pool, more, c, &adapted->qkv, w->normed, w->qkv, 0);
     LOOP(pool, loop + 2, rows * m->kv_heads, chunk_of(rows * m->kv_heads, pool->threads), first, end, {
         for (int64_t item = first; item < end; item++) prepare_heads(c, index, item / m->kv_heads, item % m->kv_heads);
     });
     LOOP(pool, loop + 3, attention_items(c), 1, first, end, { attend_item(c, index, first); });
     quantize_rows(pool, loop + 4, w->attended, rows, &l->output, w->activations);
     product(pool, loop + 5, &l->output, &l->gate_up, w->activations, rows, w->hidden, m->hidden, ADD, NULL);
-    if (adapted != NULL) add_adapters(pool, more + 2, c, &adapted->output, w->attended, w->hidden, 0);
+    if (adapted != NULL) adapt(pool, more + 2, c, &adapted->output, w->attended, w->hidden, 0);
     norm_rows(pool, loop + 6, c, w->hidden, NULL, rows, l->mlp_norm, &l->gate_up, kept);
-    if (adapted != NULL) add_adapters(pool, more + 4, c, &adapted->gate_up, w->normed, w->added, 1);
+    if (adapted != NULL) adapt(pool, more + 4, c, &adapted->gate_up, w->normed, w->added, 1);
     product(pool, loop + 7, &l->gate_up, &l->down, w->activations, rows, w->gated, m->inner, GATE, added);
     quantize_rows(pool, loop + 8, w->gated, rows, &l->down, w->activations);
     product(pool, loop + 9, &l->down, index + 1 < m->layers ? &l[1].qkv : m->head, w->activations, rows, w->hidden, m->hidden, ADD, NULL);
-    if (adapted != NULL) add_adapters(pool, more + 6, c, &adapted->down, w->gated, w->hidden, 0);
+    if (adapted != NULL) adapt(pool, more + 6, c, &adapted->down, w->gated, w->hidden, 0);
 }
 
 /* Loops of a layer in a step. */
@@ -365,18 +323,18 @@ static int reserve(Engine *e, const Model *m, int64_t rows) {
 /* Makes room for the adapters of a step; returns 0 if there is no memory. */
 static int reserve_adapters(Engine *e, const Model *m, const Step *s) {
     Workspace *w = &e->space;
-    if (s->adapters == NULL || (s->rows <= w->adapted_rows && s->adapters->rank <= w->rank)) return 1;
-    int64_t row_floats = m->hidden + MOST_PARTS * s->adapters->rank + 2 * m->inner;
+    if (s->adapters == NULL || (s->rows <= w->adapted_rows && s->adapters->rows.rank <= w->rank)) return 1;
+    int64_t row_floats = m->hidden + MOST_PARTS * s->adapters->rows.rank + 2 * m->inner;
     free(e->adapted);
     w->adapted_rows = 0;
     e->adapted = aligned_alloc(64, (size_t)((s->rows * row_floats * 4 + 64 * 4) / 64 * 64));
     if (e->adapted == NULL) return 0;
     char *next = e->adapted;
     w->normed = carve(&next, s->rows * m->hidden * 4);
-    w->low = carve(&next, s->rows * MOST_PARTS * s->adapters->rank * 4);
+    w->low = carve(&next, s->rows * MOST_PARTS * s->adapters->rows.rank * 4);
     w->added = carve(&next, s->rows * 2 * m->inner * 4);
     w->adapted_rows = s->rows;
-    w->rank = s->adapters->rank;
+    w->rank = s->adapters->rows.rank;
     return 1;
 }
 

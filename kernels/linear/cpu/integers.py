@@ -16,7 +16,7 @@ from kernels.cpu import workers
 from kernels.cpu.library import load
 from kernels.cpu.matrix import CMatrix, PackedMatrix
 from kernels.linear.weights import SWIGLU, Activation, LayerNorm, Norm, Operations
-from kernels.norms import pytorch as norms
+from kernels.norms import cpu_library as norms
 from kernels.selection import reasons
 from kernels.weight_format import LIBRARY_GROUP, NARROW_GROUP, is_read_by_library
 

@@ -204,8 +204,9 @@ class Layers:
         return bound.end(self._run(bound.layers, residual, contexts))
 
     def kernels(self, *, deterministic: bool, adapters: bool = False) -> BoundNetwork:
-        """Return the bound parameters."""
+        """Return the bound parameters; on a CPU the same ones for deterministic steps."""
         bound = self.bound
+        deterministic = deterministic and not self._model.arch.is_cpu
         if deterministic:
             if self._deterministic is None:
                 purpose = Purpose.DETERMINISTIC_SERVING

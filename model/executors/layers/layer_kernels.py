@@ -116,10 +116,7 @@ def layer_kernels(
         return select_linear(dataclasses.replace(problem, rows=rows), arch, tuned_linear)
 
     kinds: Counter[tuple[tuple[str, LinearChoice], ...]] = Counter()
-    stored = (
-        (it.spec, tuple((name, matrix.format) for name, matrix in it.matrices.items()))
-        for it in model.decoder_layers
-    )
+    stored = ((it.spec, tuple(it.formats.items())) for it in model.decoder_layers)
     for (layer, formats), count in Counter(stored).items():
         parameters = DecoderLayer(layer, network.hidden, dtype, _META, dict(formats))
         products = projections(parameters, model.communicator)

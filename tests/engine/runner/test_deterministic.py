@@ -80,18 +80,16 @@ def test_the_plan_says_why_requests_cannot_be_deterministic(checkpoint):
 
     assert (plan.requests, plan.why) == (
         "none",
-        "on a CPU the C library must compute whole steps, with weights in int8 or int4: set --quantization int8 or "
-        "int4, and --dtype auto",
+        "on a CPU the C library must multiply by weights in int8 or int4: set --quantization int8 or int4, and --dtype "
+        "auto",
     )
 
 
 def test_the_plan_of_a_cpu_with_a_cache_in_fp8_says_that_the_cache_is_the_cause(checkpoint):
     plan = engine(checkpoint, quantization="none", kv_cache_dtype="fp8").engine.info.plan
 
-    assert plan.deterministic.why == (
-        "on a CPU the C library must compute whole steps, with weights in int8 or int4, which it does not here: the KV "
-        "cache is in FP8: set --kv-cache-dtype auto"
-    )
+    why = "on a CPU no KV cache in FP8: set --kv-cache-dtype auto"
+    assert plan.deterministic.why == why
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

@@ -234,6 +234,9 @@ def _plan_determinism(
     reasons = deterministic_unsupported(model, arch, block_size, kv_dtype)
     if reasons:
         return DeterminismPlan(requests="none", why="; ".join(reasons))
+    if arch.is_cpu:
+        why = "the C library computes equal bits of a row beside any others, at no cost"
+        return DeterminismPlan(requests="all", why=why)
     problems = model.attention.problems(block_size, kv_dtype, deterministic=True)
     names = dict.fromkeys(select(problem, arch).spec.name for problem in problems)
     why = f"batch-invariant products, and attention by {', '.join(names)}, in steps with such a request"

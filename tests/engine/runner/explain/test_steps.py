@@ -146,7 +146,8 @@ def test_on_a_cpu_the_kernels_of_a_step_are_those_that_a_model_binds(dtype):
             type(made.executors.layers.bound.head._multiply).__name__
             == classes[planned["head product"]]
         )
-        assert planned["norms and activations"] == "torch_norm"
+        in_library = dtype == "float32" and not isinstance(load_library(), str)
+        assert planned["norms and activations"] == ("cpu_norm" if in_library else "torch_norm")
         assert planned["sampling"] == "host_sampling"
     assert isinstance(Sampler().begin(torch.zeros(1, 8), [sampling_row()]), HostTokens)
 
