@@ -36,6 +36,8 @@ class RecurrentSpec:
         by_token: whether it computes the tokens of a prompt one after the other, so that a state has the same bits
             wherever a prompt is divided, not only at multiples of CHUNK, and whether it is a prompt's or generated.
         batch_invariant: whether the bits of a token depend on no other sequence of the step.
+        several_queries: whether sequences that `Segments` has as prompts may be decode rows with a draft, whose tokens
+            have the bits of rows of one token.
     """
 
     name: str
@@ -45,6 +47,7 @@ class RecurrentSpec:
     keeps: bool = False
     by_token: bool = False
     batch_invariant: bool = False
+    several_queries: bool = False
 
     def unsupported(self, problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
@@ -125,6 +128,7 @@ CPU_LIBRARY: Final = RecurrentSpec(
     keeps=True,
     by_token=True,
     batch_invariant=True,
+    several_queries=True,
 )
 """One call of the C library on a CPU, token by token."""
 

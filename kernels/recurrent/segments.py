@@ -23,9 +23,10 @@ class Segments:
         slots: [R + Q, 2] int32: from which the state of each sequence is read and to which it is written, which may be
             the same; -1 reads zeros or writes nothing. No slot is written by one sequence and read by another.
         kept_slots: [T - R] int32: for each token of the prompts, the slot to which the state after it is written too;
-            -1 for none, always after the last token of a prompt, and after others than multiples of CHUNK tokens of a
-            sequence. Nothing else reads or writes such a slot in the step. None if no state is kept so, which is all
-            that kernels take whose row says so (`RecurrentSpec.keeps`).
+            -1 for none, always after the last token of a prompt, and, unless the row has `several_queries`, after
+            others than multiples of CHUNK tokens of a sequence. Nothing else reads or writes such a slot in the step,
+            except that the first one of a prompt may be the slot that it reads. None if no state is kept so, which is
+            all that kernels take whose row says so (`RecurrentSpec.keeps`).
 
     Attributes: the arguments.
     """

@@ -112,6 +112,12 @@ def per_sequence(bucket: Bucket) -> tuple[int, ...]:
     return (bucket.rows + bucket.prompt_seqs,)
 
 
+def _tokens_kept(bucket: Bucket) -> tuple[int, ...]:
+    """Return the tokens after which a state may be kept in another slot than that of the sequence."""
+    drafted = bucket.decode_tokens if bucket.queries > 1 else 0
+    return (bucket.prompt_tokens + drafted if bucket.has_states else 0,)
+
+
 COLUMNS: Final[tuple[Column, ...]] = (
     Column("token_ids", np.int64, lambda b: (b.tokens,)),
     Column("positions", np.int64, lambda b: (b.tokens,)),
@@ -137,7 +143,7 @@ COLUMNS: Final[tuple[Column, ...]] = (
         lambda b: (b.rows + b.prompt_seqs if b.has_states else 0, 2),
         fill=-1,
     ),
-    Column("kept_slots", np.int32, lambda b: (b.prompt_tokens if b.has_states else 0,), fill=-1),
+    Column("kept_slots", np.int32, _tokens_kept, fill=-1),
     Column(ADAPTER, np.int32, per_sequence, fill=-1, value=attrgetter("adapter_slot")),
 )
 """Read when a bucket is made and when its input is allocated, not in a step."""
@@ -165,7 +171,8 @@ class StepArrays(Generic[A]):
             state of each sequence is read from and written to, which may be the same one; -1 reads zeros, or writes
             nothing.
         kept_slots: [P] if layers have a state of fixed size, else [0]: for each token of the chunks, the slot to which
-            the state after it is written too; -1 for none.
+            the state after it is written too; -1 for none. [R * queries] for the decode rows of a step with drafts,
+            which has no chunks.
         adapter: [R + Q], decode rows first: the slot of each sequence's adapter, -1 for none; only where a sequence has
             one.
     """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kernels.norms.cpu_library import is_exact
 from kernels.selection import reasons
 from model.executors import support
 from model.executors.columns import ADAPTER
 from model.executors.layers.tables import MIXERS, MLPS, READS
 from model.network import spec
 from model.network.spec import Attention
+from model.network.sublayers import Laurel, PerLayerInput
 
 if TYPE_CHECKING:
     from kernels.arch import GPUArch
@@ -19,12 +21,14 @@ if TYPE_CHECKING:
 
 def unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
     """List why the steps of a bucket cannot be computed layer by layer; empty if they can."""
-    network, others = problem.network, problem.network.other_mixers
+    network = problem.network
     tables = {part: row.reads for table in (MIXERS, MLPS) for part, row in table.items()}
-    on_cpu = bucket.deterministic and problem.arch.is_cpu
+    in_full = (
+        bucket.deterministic and problem.arch.is_cpu and not problem.weight_format.is_quantized
+    )
     return (
         *(("weights are in the layout of the C library",) if problem.is_in_library else ()),
-        *(("no deterministic steps on a CPU",) if on_cpu else ()),
+        *(("no deterministic products of full numbers on a CPU",) if in_full else ()),
         *support.unread(network, {**READS, **tables}),
         *_layer_norms(network),
         *_late_norms(problem),
@@ -33,7 +37,11 @@ def unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
         *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
         *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
-        *(f"no {name} of drafts" for name in others if bucket.queries > 1 or bucket.chained),
+        *(
+            _no_drafts(problem, chained=bucket.chained)
+            if bucket.queries > 1 or bucket.chained
+            else ()
+        ),
     )
 
 
@@ -47,6 +55,7 @@ def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[
     """
     # PyTorch's products of several streams have other bits beside other rows.
     found = [] if network.streams is None else ["no deterministic AltUp"]
+    found += _inexact(network) if arch.is_cpu else []
     for mixer in dict.fromkeys(mixer for it in network.layers for mixer in it.mixers):
         row = MIXERS.get(type(mixer))
         if isinstance(mixer, Attention) or row is None:
@@ -62,11 +71,53 @@ def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[
     return tuple(dict.fromkeys(found))
 
 
+def _inexact(network: spec.Network) -> list[str]:
+    """List the parts that PyTorch computes on a CPU by functions with other bits at the ends of what a thread computes.
+
+    Sums of vectors and products of numbers have none.
+    """
+    mlps = {it.mlp for it in network.layers}
+    inexact = {
+        it.activation
+        for it in mlps
+        if it.sparsity or not is_exact(it.activation, it.inner, gated=it.gated)
+    }
+    parts = (it for layer in network.layers for it in layer.parts)
+    others = {type(it).__name__ for it in parts if isinstance(it, (PerLayerInput, Laurel))}
+    return [
+        *(f"no deterministic {name} activation" for name in sorted(inexact)),
+        *(f"no deterministic {name}" for name in sorted(others)),
+        *reasons(
+            (network.logit_softcap is not None, "no deterministic softcap of logits"),
+            (
+                any(it.query_scale is not None for it in network.attentions),
+                "no deterministic scale of queries",
+            ),
+        ),
+    ]
+
+
 def _no_adapters(problem: ModelProblem) -> tuple[str, ...]:
     """List why the layers cannot have adapters."""
     return reasons(
         *((True, f"no adapters of {name}") for name in problem.network.other_mixers),
     )
+
+
+def _no_drafts(problem: ModelProblem, *, chained: bool) -> tuple[str, ...]:
+    """List the mixers that cannot compute rows with drafts, or `chained` ones."""
+    found: dict[str, None] = {}
+    for mixer in dict.fromkeys(mixer for it in problem.network.layers for mixer in it.mixers):
+        if isinstance(mixer, Attention):
+            continue
+        row = MIXERS.get(type(mixer))
+        choice = None if row is None or row.choice is None else row.choice
+        takes = (
+            choice is not None and choice(mixer, problem.dtype, problem.arch).spec.several_queries
+        )
+        if chained or not takes:
+            found[f"no {type(mixer).__name__} of drafts"] = None
+    return tuple(found)
 
 
 def _layer_norms(network: spec.Network) -> tuple[str, ...]:

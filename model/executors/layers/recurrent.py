@@ -189,10 +189,14 @@ def compute_dense(
 
 
 def step_segments(step: StepInput) -> Segments:
-    """Return the sequences of a step, whose decode rows have one token each."""
+    """Return the sequences of a step; those of a step with drafts as prompts whose states are kept after each token."""
     bucket, arrays = step.bucket, step.device
     assert bucket.has_states, "the step has no slots"
-    assert bucket.queries == 1, "no drafts"
+    if bucket.queries > 1:
+        assert not bucket.prompt_seqs, "no drafts beside prompts"
+        return Segments(
+            0, arrays.cu_seqlens, arrays.positions, arrays.state_slots, arrays.kept_slots
+        )
     return Segments(
         bucket.rows,
         arrays.prompt_cu_seqlens,
@@ -208,10 +212,12 @@ class StateKernels(NamedTuple):
     Attributes:
         keeps: whether they write states within prompts, see `RecurrentSpec.keeps`.
         chunk: as `StateSpec.chunk`; 1 where they compute token by token.
+        several_queries: whether decode rows may have drafts, see `RecurrentSpec.several_queries`.
     """
 
     keeps: bool
     chunk: int
+    several_queries: bool
 
 
 def state_kernels(network: Network, dtype: str, arch: GPUArch) -> StateKernels:
@@ -222,12 +228,13 @@ def state_kernels(network: Network, dtype: str, arch: GPUArch) -> StateKernels:
         for it in (layer.mixer.mixers if isinstance(layer.mixer, Parallel) else (layer.mixer,))
     }
     fixed = {it: state for it in mixers if (state := fixed_of(it.state(dtype))) is not None}
-    keeps, chunk = True, 1
+    keeps, chunk, several_queries = True, 1, True
     for mixer, state in fixed.items():
         row = None
         if isinstance(mixer, RecurrentMixer):
             row = recurrent_choice(mixer, dtype, arch).spec
         keeps &= row is not None and row.keeps
+        several_queries &= row is not None and row.several_queries
         if row is None or not row.by_token:
             chunk = math.lcm(chunk, state.chunk)
-    return StateKernels(keeps, chunk)
+    return StateKernels(keeps, chunk, several_queries)

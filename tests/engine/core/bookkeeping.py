@@ -178,7 +178,13 @@ class NumberModel:
                 if state is not None:
                     state.append(token_id)
             if state is not None:
-                written[sequence.slots.write] = state
+                own_and_drafted = [sequence.slots.write, *sequence.slots.drafts]
+                assert not sequence.slots.drafts or len(sequence.slots.drafts) == len(row.draft)
+                last = own_and_drafted[len(row.draft)]
+                written[last] = state
+                for i, slot in enumerate(own_and_drafted[: len(row.draft)]):
+                    assert slot not in written
+                    written[slot] = state[: row.start + 2 + i]
                 first = state[0], *state[1 : row.start + 1]
                 for count, kept in sequence.slots.planned.items():
                     if row.start < count < row.start + row.num_tokens and row in output.prefill:
@@ -249,8 +255,14 @@ def propose(scheduler: Scheduler, output, drafts):
         draft = drafts.get(sequence.request_id, ()) if row.num_logits else ()
         num_blocks = len(sequence.block_table)
         stop = row.start + 1 + len(draft)
-        if sequence.num_tokens_in_flight or not scheduler.block_manager.grow(sequence, stop):
+        held = sequence.slots
+        if (
+            sequence.num_tokens_in_flight
+            or not (held is None or held.may_have_draft)
+            or not scheduler.block_manager.grow(sequence, stop)
+        ):
             draft = ()
+        draft = draft[: scheduler.block_manager.lend_for_draft(sequence, len(draft))]
         scheduler.accounting.allocate(sequence.account, len(sequence.block_table) - num_blocks)
         found.append(tuple(draft))
     if any(found):

@@ -1,5 +1,7 @@
 """Whatever is proposed, replies have the bytes that they have without drafts."""
 
+import dataclasses
+import functools
 import random
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from server.engine.core.schedule.draft import NUM_MATCH_CLASSES, Draft
 from tests.engine.runner.drafts import WAYS, requests
 from tests.engine.runner.test_engine_model import assert_all_free, make_engine
+from tests.model.checkpoint.hf_checkpoints import CASES
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 MOST = 7
@@ -91,35 +94,66 @@ class Proposer:
         pass
 
 
+MODELS = {
+    "llama": {},
+    "gpt2": {},
+    "olmo2": {},
+    "qwen3.5": {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "intermediate_size": 96},
+    "lfm2": {"block_multiple_of": 32},
+    "granite4": {},
+    "falcon h1": {"mamba_d_ssm": 128},
+}
+"""Checkpoints whose steps the C library computes as a whole, and layer by layer, some with states of fixed size."""
+
+
+def write(name, folder):
+    if name == "llama":
+        return write_tiny_checkpoint(folder, intermediate_size=128, head_dim=32)
+    case = CASES[name]
+    changes = case.changes | MODELS[name] | {"vocab_size": VOCAB_SIZE}
+    dataclasses.replace(case, changes=changes).save(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    """The engines of `LIMITS` by their names, and the events of `made_requests` without drafts."""
-    folder = write_tiny_checkpoint(
-        tmp_path_factory.mktemp("small"), intermediate_size=128, head_dim=32
-    )
-    found = {}
-    for name, limits in LIMITS.items():
-        engine = make_engine(folder, **({"dtype": "auto", "quantization": "int8"} | limits))
-        engine.engine._scheduler.drafts.most = 0
+    """Return the engine of a model with some of `LIMITS`, and its events of `made_requests` without drafts."""
+
+    @functools.cache
+    def folder(name):
+        return write(name, tmp_path_factory.mktemp("small"))
+
+    @functools.cache
+    def found(name, limits):
+        config = {"dtype": "auto", "quantization": "int8", "max_num_batched_tokens": 256}
+        engine = make_engine(folder(name), **(config | LIMITS[limits]))
+        drafts = engine.engine._scheduler.drafts
+        drafts.most = 0
         expected = engine.generate(made_requests())
-        engine.engine._scheduler.drafts.most = MOST
-        for kind in engine.engine._scheduler.drafts.kinds:
+        drafts.most = MOST
+        for kind in drafts.kinds:
             kind.costs.note = lambda *_: None
             kind.costs.seconds = lambda _: 1.0
-        found[name] = engine, expected
+        return engine, expected
+
     return found
 
 
-def test_the_requests_end_in_every_way_and_are_preempted(engines):
-    ends = [events[-1].finish_reason.name for events in engines["roomy"][1]]
+@pytest.mark.parametrize("name", MODELS)
+def test_the_requests_end_in_every_way_and_are_preempted(engines, name):
+    ends = [events[-1].finish_reason.name for events in engines(name, "roomy")[1]]
 
     assert {"EOS", "STOP", "LENGTH"} == {*ends}
-    assert engines["preemptions"][0].engine.stats().num_preemptions
-    assert all(expected == engines["roomy"][1] for _, expected in engines.values())
+    assert engines(name, "preemptions")[0].engine.stats().num_preemptions
+    for limits in LIMITS:
+        engine, expected = engines(name, limits)
+        assert engine.engine.info.plan.deterministic.requests == "all"
+        assert expected == engines(name, "roomy")[1]
 
 
-def test_right_drafts_are_kept(engines):
-    engine, expected = engines["roomy"]
+@pytest.mark.parametrize("name", MODELS)
+def test_right_drafts_are_kept(engines, name):
+    engine, expected = engines(name, "roomy")
     texts = {i: [event.token_id for event in events] for i, events in enumerate(expected)}
     engine.drafts.drafter = Proposer(texts, [("right", MOST, 0)])
     before = engine.engine.stats()
@@ -130,10 +164,14 @@ def test_right_drafts_are_kept(engines):
     assert kept == after.num_draft_tokens - before.num_draft_tokens > 100
 
 
-@settings(max_examples=12)
-@given(limits=st.sampled_from(sorted(LIMITS)), proposals=PROPOSALS)
-def test_no_draft_changes_a_reply(engines, limits, proposals):
-    engine, expected = engines[limits]
+@settings(max_examples=24)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    limits=st.sampled_from(sorted(LIMITS)),
+    proposals=PROPOSALS,
+)
+def test_no_draft_changes_a_reply(engines, name, limits, proposals):
+    engine, expected = engines(name, limits)
     texts = {i: [event.token_id for event in events] for i, events in enumerate(expected)}
     engine.drafts.drafter = Proposer(texts, proposals)
 
@@ -143,6 +181,10 @@ def test_no_draft_changes_a_reply(engines, limits, proposals):
 
 @pytest.mark.slow
 @settings(max_examples=400)
-@given(limits=st.sampled_from(sorted(LIMITS)), proposals=PROPOSALS)
-def test_no_draft_of_many_changes_a_reply(engines, limits, proposals):
-    test_no_draft_changes_a_reply.hypothesis.inner_test(engines, limits, proposals)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    limits=st.sampled_from(sorted(LIMITS)),
+    proposals=PROPOSALS,
+)
+def test_no_draft_of_many_changes_a_reply(engines, name, limits, proposals):
+    test_no_draft_changes_a_reply.hypothesis.inner_test(engines, name, limits, proposals)

@@ -280,6 +280,18 @@ class BlockManager:
             self._pending.pop(sequence, None)
         return has_moved
 
+    def lend_for_draft(self, sequence: Sequence, count: int) -> int:
+        """Return how many of `count` tokens a draft of a sequence may have; see `StateSlots.lend`."""
+        if self.slots is None or sequence.slots is None:
+            return count
+        return self.slots.lend(sequence.slots, count)
+
+    def accept_draft(self, sequence: Sequence, count: int) -> bool:
+        """Note how many tokens of its draft a sequence keeps; see `StateSlots.accept`."""
+        if self.slots is None or sequence.slots is None:
+            return False
+        return self.slots.accept(sequence.slots, count)
+
     def free(self, sequence: Sequence, discard_cached: bool = False) -> None:
         """Release all blocks and slots of an admitted sequence.
 

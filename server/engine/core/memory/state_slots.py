@@ -6,6 +6,8 @@ writing the next one elsewhere: nothing is copied.
     first step          reads nothing, or a snapshot     writes a slot of its own
     next steps          read and write that slot
     step after a cut    reads that slot                  writes a new one; the old one becomes a snapshot
+    step with a draft   reads that slot                  writes it after the sequence's own token, and one slot for
+                                                         each token of the draft; those of wrong tokens are free again
 
 Kernels that can write a state in the middle of a prompt write it to a further slot there, so that the step goes on.
 """
@@ -111,6 +113,8 @@ class SequenceSlots:
         num_chunked: leading tokens that steps may compute together, however many; those after them come one by one.
         align: a step ends at a multiple of so many tokens, at a cut, after `num_chunked` or the last known token.
         last: number of tokens after which its state was kept last, or at which it began.
+        takes_drafts: whether a step writes the states after each token of a draft.
+        drafts: slots for the states after each token of the draft of the scheduled or launched step.
         interval: tokens after which a state at the end of a step may be kept; 0 if none is, or `marks` say which.
         stop: most tokens after which a state may be kept.
         start: link of the snapshot that it began at; None if there is none.
@@ -125,6 +129,8 @@ class SequenceSlots:
     keeps_inside: bool = False
     num_chunked: int = 1 << 62
     align: int = 1
+    takes_drafts: bool = False
+    drafts: list[int] = field(default_factory=list)
     last: int = 0
     interval: int = 0
     stop: int = 0
@@ -148,6 +154,12 @@ class SequenceSlots:
         return stop - start
 
     @property
+    def may_have_draft(self) -> bool:
+        """Whether the next step may have a draft: it keeps no state, and its own slot is the one that it reads."""
+        moves = self.cuts or self.planned or self.read != self.write
+        return self.takes_drafts and not moves
+
+    @property
     def is_pending(self) -> bool:
         """Whether a snapshot will probably be taken of it."""
         return bool(self.cuts or self.marks or self.planned or self.kept)
@@ -163,7 +175,8 @@ class StateSlots:
     it, because the device computes steps in order.
 
     Invariants (`check_invariants`): a slot that is not free is held by as many owners as `_holds` counts: each is the
-    slot that a sequence writes, one that it reads and does not write, one that it keeps, or a snapshot.
+    slot that a sequence writes, one that it reads and does not write, one that it keeps, one of its draft, or a
+    snapshot.
 
     Args:
         num_slots: at least as many as sequences run at the same time.
@@ -173,6 +186,7 @@ class StateSlots:
 
     Attributes:
         num_slots, chunk, keeps_inside: see above.
+        takes_drafts: see `SequenceSlots`; may be set at the start.
         mark_unit: `SequenceSlots.marks` are at multiples of so many tokens, a multiple of `unit`; may be set at the
             start.
         unit: snapshots are taken after multiples of so many tokens.
@@ -186,6 +200,7 @@ class StateSlots:
     ) -> None:
         assert num_slots > 0
         self.num_slots, self.chunk, self.keeps_inside = num_slots, chunk, keeps_inside
+        self.takes_drafts = False
         self.unit = math.lcm(chunk, block_size)
         self.mark_unit = self.unit
         self.num_taken = self.num_hits = self.num_evicted = 0
@@ -236,7 +251,13 @@ class StateSlots:
         if link is not None:
             self._use(link)
         return SequenceSlots(
-            read, write, sorted(cuts), keeps_inside=self.keeps_inside, align=self.chunk, start=link
+            read,
+            write,
+            sorted(cuts),
+            keeps_inside=self.keeps_inside,
+            align=self.chunk,
+            takes_drafts=self.takes_drafts,
+            start=link,
         )
 
     def plan(self, slots: SequenceSlots, start: int, stop: int) -> None:
@@ -275,6 +296,32 @@ class StateSlots:
                 self._keep_after(slots, num_tokens, is_lasting=False)
         return (slots.read, slots.write) != before
 
+    def lend(self, slots: SequenceSlots, count: int) -> int:
+        """Give a sequence slots for a draft of `count` tokens, or release them; return how many it has.
+
+        They are those of the snapshots that leave first if none is free.
+        """
+        while len(slots.drafts) > count:
+            self._drop(slots.drafts.pop())
+        while len(slots.drafts) < count:
+            slot = self._take(for_lasting=True)
+            if slot is None:
+                break
+            slots.drafts.append(slot)
+        return len(slots.drafts)
+
+    def accept(self, slots: SequenceSlots, count: int) -> bool:
+        """Let a sequence go on after the first `count` tokens of its draft, whose step has ended.
+
+        Returns:
+            Whether its next step has another slot than this one.
+        """
+        if count:
+            self._drop(slots.write)
+            slots.read = slots.write = slots.drafts.pop(count - 1)
+        self.lend(slots, 0)
+        return count > 0
+
     def keep(self, slots: SequenceSlots, num_tokens: int, link: int) -> None:
         """Make the state after `num_tokens` tokens of a sequence, which was kept, a snapshot.
 
@@ -311,6 +358,7 @@ class StateSlots:
         self._drop(slots.write)
         for kept in (*slots.kept.values(), *slots.planned.values()):
             self._drop(kept.slot)
+        self.lend(slots, 0)
 
     def idle_violations(self) -> list[str]:
         """Return what contradicts the bookkeeping while no sequence runs."""
@@ -339,7 +387,7 @@ class StateSlots:
             assert it.keeps_inside or not it.planned
             kept = [state.slot for state in (*it.kept.values(), *it.planned.values())]
             assert it.write not in kept, "a sequence writes the state that it keeps"
-            holds.update((it.write, *kept))
+            holds.update((it.write, *kept, *it.drafts))
             if it.read not in (NO_SLOT, it.write):
                 holds[it.read] += 1
             assert not any(it.read == other.write for other in running if other is not it)

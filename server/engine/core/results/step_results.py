@@ -39,15 +39,15 @@ class StepResults:
 
     Attributes:
         num_generated_tokens: tokens entered.
-        has_void: whether a result in flight has become void since the scheduler last set it to False: a forced token
-            took its position.
+        renews_batch: whether the rows of the last batch are not as they were, since the scheduler last set it to False:
+            a forced token took the position of a result in flight, or a state is in another slot.
     """
 
     def __init__(
         self, live: LiveSequences, block_manager: BlockManager, accounting: Accounting
     ) -> None:
         self.num_generated_tokens = 0
-        self.has_void = False
+        self.renews_batch = False
         self._live, self._block_manager, self._accounting = live, block_manager, accounting
         self._block_size = block_manager.block_size
 
@@ -142,15 +142,14 @@ class StepResults:
         self._note_draft(row, num_known, failed=reason is FinishReason.ERROR)
         if reason is not FinishReason.ERROR:
             num_rejected = num_logits - (len(sequence.token_ids) - num_known)
-            if sequence.status is RUNNING:
-                sequence.num_computed_tokens -= num_rejected
+            self._reject(row, num_rejected)
             stop = row.start + row.num_tokens - num_rejected
             if stop // self._block_size > sequence.num_linked_blocks:
                 self._cache_blocks(sequence, stop)
             if reason is None and sampled and sequence.sampling.skips_forced_tokens:
                 reason = append_forced(sequence, events)
                 if sequence.num_void_results:
-                    self.has_void = True
+                    self.renews_batch = True
             if reason is None:
                 self._set_check(sequence)
                 return
@@ -161,6 +160,16 @@ class StepResults:
             assert sequence.usage is not None
             events.usage[len(events) - 1] = sequence.usage
 
+    def _reject(self, row: ScheduledSequence, num_rejected: int) -> None:
+        """Let a sequence go on before the last tokens of its row, which do not follow those that it has."""
+        sequence = row.sequence
+        if sequence.status is not RUNNING:
+            return
+        sequence.num_computed_tokens -= num_rejected
+        if row.draft:
+            count = len(row.draft) - num_rejected
+            self.renews_batch |= self._block_manager.accept_draft(sequence, count)
+
     def _note_draft(self, row: ScheduledSequence, num_known: int, *, failed: bool) -> None:
         """Count the tokens of a row's draft that its sequence, which had `num_known` tokens, has now.
 
@@ -170,7 +179,8 @@ class StepResults:
             sampled = row.sequence.token_ids[num_known:]
             num_accepted = sum(map(operator.eq, sampled, row.draft))
             count = len(row.draft)
-            num_dropped = 0 if failed else count + 1 - len(sampled)
+            # The sequence's own token is computed, though it may have no result and be computed again.
+            num_dropped = 0 if failed else count + 1 - max(1, len(sampled))
             self._accounting.note_draft(row.sequence.account, count, num_accepted, num_dropped)
 
     def _enter_followed(
@@ -209,7 +219,7 @@ class StepResults:
             self._cache_blocks(sequence, stop)
         if len(tokens) > 1 and sequence.num_tokens_in_flight:
             void_results_in_flight(sequence)
-            self.has_void = True
+            self.renews_batch = True
         self._set_check(sequence)
         return True
 

@@ -246,7 +246,8 @@ class DraftPolicy:
 
     def _limit(self, sequence: Sequence) -> int:
         """Return the most tokens of a draft for a sequence."""
-        if sequence.slots is not None or sequence.num_void_results:
+        held = sequence.slots
+        if sequence.num_void_results or not (held is None or held.may_have_draft):
             return 0
         most = self.most
         if sequence.max_draft_tokens is not None:

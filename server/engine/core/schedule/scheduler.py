@@ -253,6 +253,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         repeated: list[Sequence] = []
         preempted: list[int] = []
+        self._return_slots()
         self.admission.begin(self.num_steps)
         self._idle = []
         self._apply_shares(preempted)
@@ -470,6 +471,9 @@ class Scheduler:
         sequences = [row.sequence for row in chain(output.decode, output.prefill)]
         running = [it for it in sequences if it.status is RUNNING]
         culprit = self._live.suspects.note_failure(running) if is_cause and running else None
+        for row in chain.from_iterable(it.decode for it in self._started):
+            if row.draft and row.sequence.status is RUNNING:  # it may be wrong
+                row.sequence.num_computed_tokens -= len(row.draft)
         for sequence in self._live.running:  # which becomes another list
             if sequence is not culprit:
                 self._live.preempt(sequence)
@@ -496,7 +500,6 @@ class Scheduler:
     def _advance_states(self, output: SchedulerOutput) -> None:
         """Note which slots the next steps of the sequences of a launched step read and write."""
         decode, moved, advance = output.decode, False, self.block_manager.advance_state
-        assert decode.drafts is None, "states of fixed size cannot be taken back"
         for sequence, start in zip(decode.batch.sequences, decode.starts, strict=True):
             held = sequence.slots
             if held is not None and (held.cuts or held.planned or held.read != held.write):
@@ -549,8 +552,8 @@ class Scheduler:
         self, sequences: list[Sequence], starts: list[int], num_sampling: int, *, drafts: bool
     ) -> DecodeRows:
         """Return the decode rows of a step; with `drafts`, some may have one."""
-        if self._results.has_void or sequences != self._decode_batch.sequences:
-            self._results.has_void = False
+        if self._results.renews_batch or sequences != self._decode_batch.sequences:
+            self._results.renews_batch = False
             self._decode_batch = DecodeBatch(sequences)
             self.drafts.forget_ended()
         found = None
@@ -562,7 +565,7 @@ class Scheduler:
         return DecodeRows(self._decode_batch, starts, num_sampling, found)
 
     def _draft(self, sequences: list[Sequence], num_sampling: int) -> list[tuple[int, ...]] | None:
-        """Return the drafts of the rows that sample, with blocks for their tokens; None if none has one.
+        """Return the drafts of the rows that sample, with blocks and slots for their tokens; None if none has one.
 
         No sequence is preempted for a draft, and the last blocks are left for tokens that are sure.
         """
@@ -574,16 +577,27 @@ class Scheduler:
             if not draft:
                 continue
             sequence = sequences[row]
-            num_blocks = len(sequence.block_table)
-            stop = len(sequence.token_ids) + len(draft)
-            if stop > num_blocks * manager.block_size:
-                is_short = manager.num_free_blocks <= len(self._live.running)
-                if is_short or not manager.grow(sequence, stop):
-                    drafts[row] = draft[: num_blocks * manager.block_size - len(sequence.token_ids)]
-                    continue
-                num_new = len(sequence.block_table) - num_blocks
-                self.accounting.allocate(sequence.account, num_new)
+            count = manager.lend_for_draft(sequence, self._reserve_for_draft(sequence, len(draft)))
+            drafts[row] = draft[:count]
         return drafts if any(drafts) else None
+
+    def _reserve_for_draft(self, sequence: Sequence, count: int) -> int:
+        """Allocate blocks for a draft of `count` tokens; return for how many of them there are blocks."""
+        manager, num_blocks = self.block_manager, len(sequence.block_table)
+        stop = len(sequence.token_ids) + count
+        if stop <= num_blocks * manager.block_size:
+            return count
+        is_short = manager.num_free_blocks <= len(self._live.running)
+        if is_short or not manager.grow(sequence, stop):
+            return num_blocks * manager.block_size - len(sequence.token_ids)
+        self.accounting.allocate(sequence.account, len(sequence.block_table) - num_blocks)
+        return count
+
+    def _return_slots(self) -> None:
+        """Release the slots for the drafts of a scheduled step that was not launched."""
+        if self._scheduled is not None and self._scheduled.decode.drafts is not None:
+            for sequence in self._scheduled.decode.batch.sequences:
+                self.block_manager.lend_for_draft(sequence, 0)
 
     def _reserve_blocks(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
         """Allocate blocks for `num_tokens` tokens of a running sequence, and preempt it or later ones if necessary.

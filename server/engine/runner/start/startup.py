@@ -116,6 +116,7 @@ def start_engine(
     )
     if blocks.slots is not None:
         # States of layers that have chunks are too large to be kept more often, also where kernels need no chunks.
+        blocks.slots.takes_drafts = states.several_queries
         blocks.slots.mark_unit = math.lcm(blocks.slots.unit, runner.kv_cache.spec.chunk)
     if config.state_snapshots is not None:
         _check_snapshots(config, runner)

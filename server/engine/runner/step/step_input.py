@@ -168,6 +168,8 @@ class PackedStep:
             self._pack_values(decode.batch, prefill)
         if self.input.bucket.has_states:
             self._pack_states(decode.batch, prefill)
+            if self.input.bucket.queries > 1:
+                self._pack_drafted(decode)
         if self.input.bucket.chained:
             self._pack_chains(decode, sampled)
         elif self.input.bucket.queries > 1:
@@ -276,6 +278,21 @@ class PackedStep:
         array[rows + len(prefill) :] = NO_SLOT
         if self.input.bucket.prompt_seqs:
             self._pack_kept(prefill)
+
+    def _pack_drafted(self, decode: DecodeRows) -> None:
+        """Write the slots of the states after each token of decode rows with drafts."""
+        slots, kept = self.input.host.state_slots, self.input.host.kept_slots
+        kept.fill(NO_SLOT)
+        slots[: len(decode)] = _slots(decode.batch.sequences)
+        first = 0
+        for row, (sequence, draft) in enumerate(
+            zip(decode.batch.sequences, decode.drafts or (), strict=True)
+        ):
+            held = sequence.slots
+            if draft and held is not None:
+                *inner, slots[row, 1] = held.drafts
+                kept[first : first + len(draft)] = [held.write, *inner]
+            first += 1 + len(draft)
 
     def _pack_kept(self, prefill: Sequence[ScheduledSequence]) -> None:
         """Write the slots of the states that are kept within prompts."""

@@ -10,6 +10,7 @@ from tests.engine.core.bookkeeping import (
     commit,
     finish_everything,
     make_scheduler,
+    propose,
     rows_of,
     step,
 )
@@ -383,3 +384,60 @@ def test_output_is_not_cached_where_prompts_are_computed_in_chunks():
     assert it.block_manager.num_idle_blocks == 5
     again, _ = serve(it, 2, [*first.token_ids, 1])
     assert again.num_cached_tokens == 16
+
+
+def test_the_slots_of_a_draft_are_free_again_but_that_of_the_last_right_token():
+    slots = StateSlots(6)
+    slots.takes_drafts = True
+    held = slots.admit(None)
+    assert not held.may_have_draft  # it reads nothing yet
+    slots.advance(held, 1)
+    assert held.may_have_draft
+
+    assert slots.lend(held, 3) == 3
+    lent = [*held.drafts]
+    slots.check_invariants([held], ())
+    assert slots.accept(held, 2)
+    assert held.read == held.write == lent[1]
+    assert not held.drafts
+    assert slots.num_free == 5
+
+    own = held.write
+    assert slots.lend(held, 9) == 5
+    assert not slots.accept(held, 0)
+    assert held.write == own
+    slots.check_invariants([held], ())
+    slots.lend(held, 2)
+    slots.free(held)
+    assert slots.idle_violations() == []
+
+
+def test_a_draft_takes_the_slots_of_snapshots_but_none_that_a_sequence_is_about_to_read():
+    slots = StateSlots(4)
+    slots.takes_drafts = True
+    snapshot(slots, 1, 4)
+    snapshot(slots, 2, 8)
+    reader, writer = slots.admit(2), slots.admit(None)
+    slots.advance(writer, 1)
+
+    assert slots.lend(writer, 2) == 0 + (slots.num_snapshots == 1)
+    assert slots.longest([2]) == 1
+    assert reader.read != NO_SLOT
+
+
+def test_a_draft_that_was_scheduled_and_not_launched_returns_its_slots():
+    it = scheduler(num_slots=8, enable_prefix_caching=False, max_num_seqs=2)
+    slots = it.block_manager.slots
+    slots.takes_drafts = True
+    sequence = add(it, 1, PROMPT, 8)
+    step(it)
+    output = it.schedule()
+    assert it.block_manager.lend_for_draft(sequence, 3) == 3
+    it._scheduled = propose(it, output, {1: [1, 2, 3]})
+
+    it.schedule()
+
+    assert not sequence.slots.drafts
+    assert slots.num_free == 7
+    finish_everything(it)
+    assert it.idle_violations() == []
