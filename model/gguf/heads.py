@@ -12,7 +12,7 @@ def head_dim(source: Source) -> int:
     """Return the elements of a head of queries, which are those of keys and values too.
 
     Raises:
-        ModelFolderError: the metadata do not tell.
+        ModelFolderError: the metadata do not tell, or tell 0.
         UnsupportedModelError: values have another number.
     """
     arch = source.architecture
@@ -23,6 +23,10 @@ def head_dim(source: Source) -> int:
             f"{source.file}: {arch}.attention.head_count must be at least 1, found 0"
         )
     dims = source.optional_integer(f"{arch}.attention.key_length") or hidden // heads
+    if not dims:
+        raise ModelFolderError(
+            f"{source.file}: {arch}.embedding_length = {hidden} is too small for {heads} heads"
+        )
     values = source.optional_integer(f"{arch}.attention.value_length") or dims
     if values != dims:
         raise UnsupportedModelError(
