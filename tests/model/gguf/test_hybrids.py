@@ -27,11 +27,8 @@ FALCON_BIASES = BIASES | {"projectors_bias": True, "attention_in_multiplier": 1.
     "kind",
     [
         "F32",
-        "F16",
-        "BF16",
-        pytest.param("Q8_0", marks=pytest.mark.slow),
         "Q4_K",
-        pytest.param("Q6_K", marks=pytest.mark.slow),
+        *(pytest.param(it, marks=pytest.mark.slow) for it in ("F16", "BF16", "Q8_0", "Q6_K")),
     ],
 )
 def test_each_type_of_tensor_gives_the_tokens_of_transformers(tmp_path, arch, kind):
@@ -67,7 +64,14 @@ CASES = {
     "falcon h1 other heads": ("falcon-h1", {"head_dim": 32, "mamba_conv_bias": False}),
     "falcon h1 theta": ("falcon-h1", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e11}}),
 }  # fmt: skip
-SLOW = {"granite4 tied", "granite4 one expansion", "bamba several", "falcon h1 other heads"}
+SLOW = {
+    "granite4 rope",
+    "granite4 tied",
+    "granite4 one expansion",
+    "bamba several",
+    "falcon h1 other heads",
+    "falcon h1 theta",
+}
 
 
 @pytest.mark.parametrize(
