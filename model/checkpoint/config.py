@@ -26,7 +26,7 @@ from model.errors import ModelError, ModelFolderError, UnsupportedModelError
 from model.families.keys import Keys
 from model.families.rotary import POSITIONS
 from model.families.table import FAMILIES
-from model.families.tensors import Rewrite
+from model.families.tensors import Rewrite, Tensors
 from model.families.unlisted import HINT, NAME, ModelBackend, find_family
 from model.json_input import read_json_object, shorten
 from model.network.spec import Network
@@ -203,6 +203,11 @@ class ModelConfig:
         `weight_format` is None in its place where config.json asks for full numbers.
         """
         return stored_formats(self.content).first
+
+    def tensors(self) -> Tensors:
+        """Return the tensors of the checkpoint."""
+        family = FAMILIES[self.architecture]
+        return family.tensors_of(family.keys(self.content))
 
     def rewrites(self) -> Mapping[str, Rewrite]:
         """Return what loading changes, as `Family.rewrites`."""

@@ -24,7 +24,6 @@ from model.checkpoint.stored_names import Buffer, StoredNames, check_merged, hin
 from model.checkpoint.stored_parts import StoredPart, combine
 from model.decoder import DecoderLM
 from model.errors import WeightsError
-from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Tensors
 
 _LISTED_NAMES: Final = 8
@@ -49,12 +48,12 @@ def checked_headers(
     else:
         headers = {name: it.entry for name, it in parts.items()}
     needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
-    family, network = FAMILIES[config.architecture], config.network
-    names = StoredNames(family.tensors, needed, len(network.layers))
-    head = f"{family.tensors.modules[HEAD]}.weight"
+    tensors, network = config.tensors(), config.network
+    names = StoredNames(tensors, needed, len(network.layers))
+    head = f"{tensors.modules[HEAD]}.weight"
     if network.tied:
         names.add(head)
-    unread = unread_names(network, family.tensors)
+    unread = unread_names(network, tensors)
     for module in unread:
         names.add(f"{module}.weight")
     # What is ignored is not looked at any further, whatever its dtype is.
@@ -77,7 +76,7 @@ def checked_headers(
         config = _with_stored_head(stored, config, head)
         needed = named_parts(DecoderLM(config, device="meta"))
     extra = {name: it for name, it in stored.items() if name not in needed}
-    implied = _zero_biases(stored, extra) | _checked_constants(family.tensors, extra)
+    implied = _zero_biases(stored, extra) | _checked_constants(tensors, extra)
     _check_fit(path, {name: it for name, it in stored.items() if name not in implied}, needed)
     ignored += implied
     _report_unused(path, config, ignored, beyond, buffers)
@@ -94,7 +93,7 @@ def _with_stored_head(stored: dict[str, StoredPart], config: ModelConfig, head: 
         config: of the checkpoint.
         head: the name of the head.
     """
-    tensors = FAMILIES[config.architecture].tensors
+    tensors = config.tensors()
     embedding = f"{tensors.prefix}{tensors.modules['embed_tokens']}.weight"
     if embedding not in stored:
         stored[embedding] = stored.pop(head)

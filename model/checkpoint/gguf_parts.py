@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,12 +22,13 @@ from model.gguf.architectures import (
     CONVOLUTIONS,
     DECAYS,
     ROPE_FACTORS,
+    VECTORS,
     Architecture,
     TiledHeads,
     find_architecture,
-    head_dim,
 )
 from model.gguf.config import without_effect
+from model.gguf.heads import head_dim
 from model.gguf.reader import TensorEntry, map_file, read_header
 from model.gguf.source import Source
 
@@ -65,10 +67,11 @@ def gguf_parts(file: Path) -> dict[str, StoredPart]:
             raise WeightsError(
                 f"{entry.file}: {name} has {entry.shape[0]} rows, no multiple of the {dims} of a head"
             )
+        stored = _stored(name, entry)
         parts[_full_name(architecture, name)] = StoredPart(
             name,
-            _stored(name, entry),
-            _shape(module, entry),
+            stored,
+            _shape(module, stored.shape if entry.kind.form is None else entry.shape),
             entry.kind.form,
             row=row_of(entry.kind),
             finish=finish,
@@ -117,7 +120,9 @@ def _stored(name: str, entry: TensorEntry) -> StoredTensor:
     """Return the entry of a tensor as its bytes are read."""
     kind = entry.kind
     if kind.form is None:
-        return StoredTensor(entry.file, entry.shape, kind.name)
+        is_vector = _module(name) in VECTORS
+        shape = (math.prod(entry.shape),) if is_vector else entry.shape
+        return StoredTensor(entry.file, shape, kind.name)
     if len(entry.shape) != 2:
         raise WeightsError(
             f"{entry.file}: {name} is {kind.name} of shape {list(entry.shape)}; only matrices may be"
@@ -137,17 +142,19 @@ def _full_name(architecture: Architecture, name: str) -> str:
         if module is None:
             return name
         full = f"model.layers.{int(found['index'])}.{module}"
-        return full if found["module"] in architecture.whole else f"{full}.{found['end']}"
+        # Falcon-H1's norms before the MLP are `ffn_norm` alone.
+        end = found["end"] or "weight"
+        return full if found["module"] in architecture.whole else f"{full}.{end}"
     module, _, end = name.rpartition(".")
     outside = _OUTSIDE | {**architecture.outside}
     return f"{outside[module]}.{end}" if module in outside else name
 
 
-def _shape(module: str, entry: TensorEntry) -> tuple[int, ...]:
+def _shape(module: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that a tensor would have in a folder."""
-    if module in CONVOLUTIONS and len(entry.shape) == _MATRIX:
-        return (entry.shape[0], 1, entry.shape[1])
-    return entry.shape
+    if module in CONVOLUTIONS and len(shape) == _MATRIX:
+        return (shape[0], 1, shape[1])
+    return shape
 
 
 def _finish(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from kernels.weights import Weight
-from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Rewrite, Tensors
 from model.network.layers import DecoderLayer
 from model.network.matrix import Matrix
@@ -199,7 +198,7 @@ class ParameterPart:
 def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
     """Map every tensor name of the checkpoint to the part of the model that holds it, in layer order."""
     assert not model.is_packed, "packed weights cannot be split: load with pack=False"
-    tensors, rewrites = FAMILIES[model.config.architecture].tensors, model.config.rewrites()
+    tensors, rewrites = model.config.tensors(), model.config.rewrites()
     outside: dict[str, nn.Parameter | Matrix] = dict(model.named_parameters(recurse=False))
     outside |= {name: it for name, it in model.named_children() if isinstance(it, Matrix)}
     parts = {}

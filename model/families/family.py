@@ -15,7 +15,7 @@ from model.network.spec import Network
 _TIED: Final = "tie_word_embeddings"
 
 
-def _unchanged(_: Keys) -> Mapping[str, Rewrite]:
+def _unchanged(_: Keys) -> Mapping[str, Any]:
     return {}
 
 
@@ -38,6 +38,7 @@ class Family:
         also: other entries of `architectures` that files with this `model_type` have.
         synonyms: other names of keys in some files, and those that `network` reads.
         tied: whether the head is tied, from what config.json and `part` state; of a family with a part.
+        stated_modules: returns names that replace those of `Tensors.layer_modules` where a config.json says so.
     """
 
     architecture: str
@@ -51,6 +52,7 @@ class Family:
     also: tuple[str, ...] = ()
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tied: Callable[[bool | None, bool | None], bool | None] = tied_by_the_model
+    stated_modules: Callable[[Keys], Mapping[str, str]] = _unchanged
 
     def keys(self, config: Mapping[str, Any]) -> Keys:
         """Return the keys of the language model that a config.json states."""
@@ -65,6 +67,11 @@ class Family:
             *(check(it.get(_TIED), bool | None, _TIED) for it in (config, part))
         )
         return Keys(part, self.renamed, f"{self.part}.")
+
+    def tensors_of(self, keys: Keys) -> Tensors:
+        """Return the tensors of a checkpoint whose config.json has these keys."""
+        names = {**self.tensors.layer_modules, **self.stated_modules(keys)}
+        return dataclasses.replace(self.tensors, layer_modules=names)
 
     def _translated(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys by the names that `network` reads, which prevail where a file has both."""

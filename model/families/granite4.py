@@ -26,6 +26,7 @@ _TENSORS: Final = dataclasses.replace(
         "down": "shared_mlp.output_linear",
     },
 )
+_SEPARATE: Final = {"gate": "shared_mlp.gate_proj", "up": "shared_mlp.up_proj"}
 
 
 def network(keys: Keys) -> Network:
@@ -56,6 +57,11 @@ def network(keys: Keys) -> Network:
     return parts.decoder(keys, layers, norm)
 
 
+def _stated_modules(keys: Keys) -> dict[str, str]:
+    """Return the names of gate and up of a GGUF file, which has them as two tensors, and those of a folder as one."""
+    return _SEPARATE if keys.flag("separate_gate_and_up") else {}
+
+
 def _rewrites(keys: Keys) -> dict[str, Rewrite]:
     return multipliers(keys).rewrites()
 
@@ -65,6 +71,7 @@ FAMILY: Final = Family(
     "granitemoehybrid",
     network,
     _TENSORS,
+    stated_modules=_stated_modules,
     rewrites=_rewrites,
     synonyms={"layers_block_type": "layer_types"},
     defaults={"max_position_embeddings": 2048},

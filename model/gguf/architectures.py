@@ -12,6 +12,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
+from model.gguf.heads import head_dim, whole_rotation
+from model.gguf.hybrids import (
+    MAMBA2_LAYERS,
+    MAMBA2_WHOLE,
+    SCALES,
+    bamba,
+    falcon_h1,
+    granite,
+    granite_hybrid,
+    is_bamba,
+)
 from model.gguf.reader import Array
 from model.gguf.source import Source
 
@@ -65,15 +76,47 @@ _LFM2_LAYERS: Final = {
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
 }
+_GRANITE4_LAYERS: Final = (
+    _LLAMA_LAYERS
+    | MAMBA2_LAYERS
+    | {
+        "ffn_gate": "shared_mlp.gate_proj",
+        "ffn_up": "shared_mlp.up_proj",
+        "ffn_down": "shared_mlp.output_linear",
+    }
+)
+_FALCON_H1_LAYERS: Final = (
+    _LLAMA_LAYERS
+    | MAMBA2_LAYERS
+    | {
+        "ffn_norm": "pre_ff_layernorm",
+        "ffn_gate": "feed_forward.gate_proj",
+        "ffn_up": "feed_forward.up_proj",
+        "ffn_down": "feed_forward.down_proj",
+    }
+)
+_FALCON_H1_OUTSIDE: Final = {"output_norm": "model.final_layernorm"}
 CONVOLUTIONS: Final = ("ssm_conv1d", "shortconv.conv")
 """Modules whose weight a folder has as [channels, 1, W], and GGUF as [channels, W]."""
 DECAYS: Final = ("ssm_a",)
 """Modules with -exp(a) in place of a."""
+VECTORS: Final = ("ssm_a", "ssm_d", "ssm_norm")
+"""Modules that are vectors in a folder, and in GGUF may be matrices with a row for each head or group."""
 _GEMMA_NORMS: Final = (
     "output_norm", "attn_norm", "attn_q_norm", "attn_k_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm",
 )  # fmt: skip
 ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that config.json has as numbers."""
+_UNSUPPORTED: Final = {
+    **dict.fromkeys(("clip", "mmproj"), "it is the image encoder of a model, not a language model"),
+    **dict.fromkeys(("mamba", "mamba2"), "networks without attention are not served"),
+    "nemotron_h": "its layers have either a mixer or an MLP",
+    "nemotron_h_moe": "a mixture of experts",
+    "granitemoe": "a mixture of experts",
+    "jamba": "its recurrent layers are those of Mamba-1",
+    "plamo2": "its Mamba layers have norms of their own",
+}
+"""Why some architectures are not supported."""
 _LAYERS_OF_27B: Final = {"gemma2": 46, "gemma3": 62}
 
 
@@ -113,6 +156,9 @@ class Architecture:
         tiled: returns the modules whose heads of values are stored in another order, see `TiledHeads`.
         some_attention: whether a list of key-value heads has 0 for layers without attention.
         is_gemma: whether float16 is too small for the activations.
+        features: keys of the metadata that `more` reads, and that have no effect with other architectures only if they
+            switch a feature off.
+        variant: returns another row for files that have the same name of another family; else None.
         more: returns what config.json says besides the keys that all architectures have.
         integers: further keys of the metadata by those of config.json.
         numbers: as `integers`.
@@ -129,13 +175,15 @@ class Architecture:
     tiled: Callable[[Source], Mapping[str, TiledHeads]] = lambda _: {}
     some_attention: bool = False
     is_gemma: bool = False
+    features: tuple[str, ...] = ()
+    variant: Callable[[Source], Architecture | None] = lambda _: None
     more: Callable[[Source], dict[str, Any]] = lambda _: {}
     integers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _llama(source: Source) -> dict[str, Any]:
-    _whole_rotation(source)
+    whole_rotation(source)
     if window := source.optional_integer("llama.attention.sliding_window"):
         name = "MistralForCausalLM"
         return {"architectures": [name], "model_type": "mistral", "sliding_window": window}
@@ -146,18 +194,7 @@ def _llama(source: Source) -> dict[str, Any]:
 
 
 def _qwen3(source: Source) -> dict[str, Any]:
-    return {"attention_bias": "blk.0.attn_q.bias" in source.tensors} | _whole_rotation(source)
-
-
-def _whole_rotation(source: Source) -> dict[str, Any]:
-    """Check that whole heads rotate, and return nothing."""
-    arch, dims = source.architecture, head_dim(source)
-    rotating = source.optional_integer(f"{arch}.rope.dimension_count")
-    if rotating not in (None, dims):
-        raise UnsupportedModelError(
-            f"{source.file}: {arch}.rope.dimension_count = {rotating} is not supported with heads of {dims} dimensions"
-        )
-    return {}
+    return {"attention_bias": "blk.0.attn_q.bias" in source.tensors} | whole_rotation(source)
 
 
 def _gemma2(source: Source) -> dict[str, Any]:
@@ -170,7 +207,7 @@ def _gemma2(source: Source) -> dict[str, Any]:
     return {
         "query_pre_attn_scalar": scalar,
         "hidden_activation": "gelu_pytorch_tanh",
-    } | _whole_rotation(source)
+    } | whole_rotation(source)
 
 
 def _gemma3(source: Source) -> dict[str, Any]:
@@ -188,7 +225,7 @@ def _gemma3(source: Source) -> dict[str, Any]:
 
 
 def _gemma(source: Source) -> dict[str, Any]:
-    return {"hidden_activation": "gelu_pytorch_tanh"} | _whole_rotation(source)
+    return {"hidden_activation": "gelu_pytorch_tanh"} | whole_rotation(source)
 
 
 def _phi3(source: Source) -> dict[str, Any]:
@@ -256,14 +293,18 @@ def _lfm2(source: Source) -> dict[str, Any]:
         "conv_L_cache": source.integer("lfm2.shortconv.l_cache"),
         "layer_types": [kinds[bool(it)] for it in counts],
         "block_auto_adjust_ff_dim": False,
-    } | _whole_rotation(source)
+    } | whole_rotation(source)
 
 
+_BAMBA: Final = Architecture(
+    "granitehybrid", "bamba", "BambaForCausalLM", _FALCON_H1_LAYERS,
+    outside=_FALCON_H1_OUTSIDE, permuted=("attn_q", "attn_k"), whole=MAMBA2_WHOLE, some_attention=True, more=bamba,
+)  # fmt: skip
 _ROWS: Final = (
     Architecture(
         "llama", "llama", "LlamaForCausalLM", permuted=("attn_q", "attn_k"), more=_llama
     ),
-    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", more=_whole_rotation),
+    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", more=whole_rotation),
     Architecture("qwen3", "qwen3", "Qwen3ForCausalLM", more=_qwen3),
     Architecture(
         "gemma", "gemma", "GemmaForCausalLM", plus_one=_GEMMA_NORMS, is_gemma=True, more=_gemma
@@ -294,6 +335,19 @@ _ROWS: Final = (
         "lfm2", "lfm2", "Lfm2ForCausalLM", _LFM2_LAYERS,
         outside={"token_embd_norm": "model.embedding_norm"}, some_attention=True, more=_lfm2,
     ),
+    Architecture(
+        "granite", "granite", "GraniteForCausalLM",
+        permuted=("attn_q", "attn_k"), features=SCALES, more=granite,
+    ),
+    Architecture(
+        "granitehybrid", "granitemoehybrid", "GraniteMoeHybridForCausalLM", _GRANITE4_LAYERS,
+        permuted=("attn_q", "attn_k"), whole=MAMBA2_WHOLE, some_attention=True, features=SCALES, more=granite_hybrid,
+        variant=lambda source: _BAMBA if is_bamba(source) else None,
+    ),
+    Architecture(
+        "falcon-h1", "falcon_h1", "FalconH1ForCausalLM", _FALCON_H1_LAYERS,
+        outside=_FALCON_H1_OUTSIDE, whole=MAMBA2_WHOLE, more=falcon_h1,
+    ),
 )  # fmt: skip
 ARCHITECTURES: Final = {row.name: row for row in _ROWS}
 
@@ -307,34 +361,10 @@ def find_architecture(source: Source) -> Architecture:
     """
     name = source.architecture
     if name not in ARCHITECTURES:
-        hint = "; it is the image encoder of a model, not a language model" * (
-            name in ("clip", "mmproj")
-        )
+        hint = f": {_UNSUPPORTED[name]}" if name in _UNSUPPORTED else ""
         raise UnsupportedModelError(
             f"{source.file}: general.architecture = {name!r:.80} is not supported in GGUF files{hint}; supported are"
             f" {', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[name]
-
-
-def head_dim(source: Source) -> int:
-    """Return the elements of a head of queries, which are those of keys and values too.
-
-    Raises:
-        ModelFolderError: the metadata do not tell.
-        UnsupportedModelError: values have another number.
-    """
-    arch = source.architecture
-    heads = source.integer(f"{arch}.attention.head_count")
-    hidden = source.integer(f"{arch}.embedding_length")
-    if not heads:
-        raise ModelFolderError(
-            f"{source.file}: {arch}.attention.head_count must be at least 1, found 0"
-        )
-    dims = source.optional_integer(f"{arch}.attention.key_length") or hidden // heads
-    values = source.optional_integer(f"{arch}.attention.value_length") or dims
-    if values != dims:
-        raise UnsupportedModelError(
-            f"{source.file}: values of {values} dimensions beside keys of {dims} are not supported"
-        )
-    return dims
+    row = ARCHITECTURES[name]
+    return row.variant(source) or row

@@ -7,8 +7,9 @@ from collections import Counter
 from typing import Any, Final
 
 from model.errors import ModelFolderError, UnsupportedModelError
-from model.gguf.architectures import Architecture, find_architecture, head_dim
+from model.gguf.architectures import Architecture, find_architecture
 from model.gguf.end_tokens import end_token_ids
+from model.gguf.heads import head_dim
 from model.gguf.reader import Array
 from model.gguf.source import Source
 
@@ -28,9 +29,10 @@ _NUMBERS: Final = {
 }
 _SAMPLING: Final = "general.sampling."
 _SAMPLING_NAMES: Final = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-_NEUTRAL: Final = {
+_EXPERTS: Final = "expert_count"
+_NEUTRAL: Final[dict[str, tuple[int, ...]]] = {
     # Keys of features that no architecture here has, with the values that switch them off.
-    "expert_count": (0,),
+    _EXPERTS: (0,),
     "attention.scale": (0,), "logit_scale": (0, 1), "residual_scale": (0, 1), "embedding_scale": (0, 1),
     "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attention.causal": (1,),
     "pooling_type": (0,), "attention.temperature_scale": (0,), "attention.temperature_length": (0,),
@@ -53,7 +55,7 @@ def to_config(source: Source) -> dict[str, Any]:
     """
     architecture = find_architecture(source)
     arch = architecture.name
-    _refuse_features(source, arch)
+    _refuse_features(source, architecture)
     config: dict[str, Any] = {
         "architectures": [architecture.hf_name],
         "model_type": architecture.model_type,
@@ -123,12 +125,17 @@ def _vocabulary(source: Source) -> int:
     return entry.shape[0]
 
 
-def _refuse_features(source: Source, arch: str) -> None:
+def _refuse_features(source: Source, architecture: Architecture) -> None:
     for name, neutral in _NEUTRAL.items():
-        key = f"{arch}.{name}"
+        if name in architecture.features:
+            continue
+        key = f"{architecture.name}.{name}"
         found = source.find(key)
         if found is not None and found not in neutral:
-            raise UnsupportedModelError(f"{source.file}: {key} = {found!r:.80} is not supported")
+            why = ": a mixture of experts" * (name == _EXPERTS)
+            raise UnsupportedModelError(
+                f"{source.file}: {key} = {found!r:.80} is not supported{why}"
+            )
 
 
 def _rope_scaling(source: Source) -> dict[str, Any] | None:

@@ -80,7 +80,8 @@ _DIGITS_ROW: Final = PreTokenizer(digits=True, gpt2=True)
 _GPT2_ROW: Final = PreTokenizer(gpt2=True)
 _GPT4O_ROW: Final = PreTokenizer((_GPT4O,))
 PRE_TOKENIZERS: Final = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), _LLAMA3_ROW),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0",
+                     "lfm2"), _LLAMA3_ROW),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2_ROW),
     "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS_ROW),

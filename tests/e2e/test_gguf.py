@@ -8,7 +8,10 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.hub.installed_models import INSTALLED
 from tests.model.executors.paged import greedy, logits_in_chunks
-from tests.model.gguf.written import add_bytes, real_model, write
+from tests.model.gguf.written import add_bytes, real_model
+from tests.model.gguf.written import write as write_other
+from tests.model.gguf.written_hybrids import HYBRIDS
+from tests.model.gguf.written_hybrids import write as write_hybrid
 from tests.model.oracle import generated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -33,10 +36,12 @@ needs_real_model = pytest.mark.skipif(
 )
 
 
-def test_a_file_gives_the_tokens_of_transformers_over_http(tmp_path, start_service):
+@pytest.mark.parametrize("arch", ["qwen2", "granitehybrid", "falcon-h1"])
+def test_a_file_gives_the_tokens_of_transformers_over_http(tmp_path, start_service, arch):
     file = tmp_path / "tiny-Q4_K_M.gguf"
+    write = write_hybrid if arch in HYBRIDS else write_other
     oracle = write(
-        file, "qwen2", lambda name: "Q6_K" if "attn_v" in name else "Q4_K", tokenizer=add_bytes
+        file, arch, lambda name: "Q6_K" if "attn_v" in name else "Q4_K", tokenizer=add_bytes
     )
     service = start_service(str(tmp_path), "--device=cpu", "--dtype=float32", "--quantization=none")
     service.wait_until_healthy()

@@ -19,7 +19,10 @@ from tests.model.checkpoint.packed_checkpoints import (
     gptq_checkpoint,
     packed_checkpoint,
 )
-from tests.model.gguf.written import ARCHITECTURES, add_bytes, write
+from tests.model.gguf.written import ARCHITECTURES, add_bytes
+from tests.model.gguf.written import write as write_gguf
+from tests.model.gguf.written_hybrids import HYBRIDS
+from tests.model.gguf.written_hybrids import write as write_hybrid
 
 MATRICES = ("_proj.weight", ".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 FP8 = {"type": "float"}
@@ -136,6 +139,7 @@ def in_gguf(arch, kinds):
 
     def save(folder):
         file, exact = folder / "model.gguf", folder / "exact"
+        write = write_hybrid if arch in HYBRIDS else write_gguf
         write(file, arch, kinds, tokenizer=add_bytes, seed=100).save_pretrained(exact)
         return file, exact
 
@@ -211,7 +215,7 @@ SAMPLES = {
     **{name: {"llama": in_gguf("llama", name)} for name in QUANTIZED},
     "Q4_K": {
         f"{arch} with Q6_K": in_gguf(arch, lambda name: "Q6_K" if "attn_v" in name else "Q4_K")
-        for arch in ARCHITECTURES
+        for arch in (*ARCHITECTURES, *HYBRIDS)
     },
 }  # fmt: skip
 """By the name of the format and what is particular of the sample."""

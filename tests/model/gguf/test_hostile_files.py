@@ -143,7 +143,7 @@ CASES = {
     "a type that is not known": (made(tensors=[tensor("t", 256, kind=99)]), "t is stored as number 99, which is not"),
     "no architecture": (made(), "general.architecture must be a text, which is missing"),
     "another architecture": (
-        made([key("general.architecture", STRING, text("mamba"))]), "'mamba' is not supported in GGUF files; supported",
+        made([key("general.architecture", STRING, text("rwkv7"))]), "'rwkv7' is not supported in GGUF files; supported",
     ),
     "an image encoder": (made([key("general.architecture", STRING, text("clip"))]), "the image encoder of a model"),
     "no embedding": (
