@@ -93,10 +93,11 @@ class LoraLinear:
     Args:
         weights: of its slots; written when an adapter moves into a slot.
         step: has the rows of the step that is computed.
+        first: the first output of the product that is one of the layer, where the product has those of several.
     """
 
-    def __init__(self, weights: LoraWeights, step: StepLora) -> None:
-        self._weights, self._step = weights, step
+    def __init__(self, weights: LoraWeights, step: StepLora, first: int = 0) -> None:
+        self._weights, self._step, self._first = weights, step, first
         on_cpu = weights.a.device.type == "cpu"
         self._begin: Callable[..., Callable[[Tensor], Tensor]] = (
             begin_lora if on_cpu else load("kernels.linear.gpu.lora:begin_lora")
@@ -110,11 +111,20 @@ class LoraLinear:
             pdl: use programmatic dependent launch.
 
         Returns:
-            A function that adds to its argument, [T, N], in place what the adapters make of x, and returns it.
+            A function that adds to its argument, [T, N] or more outputs, in place what the adapters make of x, and
+            returns it.
         """
         rows = self._step.rows
         assert rows is not None, "a step with adapters names them"
-        return self._begin(x, self._weights, rows, pdl=pdl)
+        finish = self._begin(x, self._weights, rows, pdl=pdl)
+        if not self._first:
+            return finish
+
+        def add(y: Tensor) -> Tensor:
+            finish(y[:, self._first :])
+            return y
+
+        return add
 
 
 def begin_lora(

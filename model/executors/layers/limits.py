@@ -31,7 +31,6 @@ def unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *_value_norms(network),
         *_several_streams(network),
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
-        *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
         *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
         *(f"no {name} of drafts" for name in others if bucket.queries > 1 or bucket.chained),
     )
@@ -60,13 +59,6 @@ def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[
             why = f"{choice.spec.name} is not batch invariant"
             found.append(f"{name}: {'; '.join((why, *map(str, choice.refusals)))}")
     return tuple(dict.fromkeys(found))
-
-
-def _no_adapters(problem: ModelProblem) -> tuple[str, ...]:
-    """List why the layers cannot have adapters."""
-    return reasons(
-        *((True, f"no adapters of {name}") for name in problem.network.other_mixers),
-    )
 
 
 def _layer_norms(network: spec.Network) -> tuple[str, ...]:

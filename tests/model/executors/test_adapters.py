@@ -13,7 +13,7 @@ from model.checkpoint.weights import load_model
 from model.executors.columns import ADAPTER, Bucket
 from model.executors.table import EXECUTORS
 from tests.kernels.references.problems import assert_no_worse_than
-from tests.model.adapters.peft_adapters import adapted, all_linear
+from tests.model.adapters.peft_adapters import ALL_LINEAR, HYBRIDS, adapted, all_linear
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
 from tests.model.executors.adapted_steps import AdaptedSteps, write_adapter, write_adapters
 
@@ -40,11 +40,17 @@ def tokens(count, seed):
 
 def checkpoint(case, folder, kind="llama", ranks=RANKS):
     """Save a model and adapters; return its configuration, the folders and the models with and without them."""
+    adapters = [(rank, all_linear(kind)) for rank in ranks]
+    return checkpoint_with(case, folder, adapters)
+
+
+def checkpoint_with(case, folder, adapters):
+    """Do the same with adapters of some ranks and modules."""
     plain = case.save(folder / "base")
-    folders = [folder / f"rank {rank}" for rank in ranks]
+    folders = [folder / str(seed) for seed in range(len(adapters))]
     models = [
-        adapted(copy.deepcopy(plain), it, rank, all_linear(kind), seed=rank)
-        for it, rank in zip(folders, ranks, strict=True)
+        adapted(copy.deepcopy(plain), it, rank, targets, seed)
+        for seed, (it, (rank, targets)) in enumerate(zip(folders, adapters, strict=True))
     ]
     return ModelConfig.from_folder(folder / "base"), folders, [*models, plain.eval()]
 
@@ -95,6 +101,25 @@ def test_sequences_with_and_without_adapters_are_computed_as_by_peft(case, tmp_p
     sequences = [steps.sequence(tokens(20 + i, i), slot) for i, slot in enumerate(slots)]
 
     found = computed(steps, sequences, [7, 2, 11, 5, 3])
+
+    truths = expected(models, sequences, slots, torch.float64)
+    for logits, plain, truth in zip(found, expected(models, sequences, slots), truths, strict=True):
+        assert_no_worse_than(logits, truth, plain, factor=4.0, atol=2e-4)
+
+
+@pytest.mark.parametrize("quantization", ["packed", "as stored"])
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_hybrids_with_and_without_adapters_are_computed_as_by_peft(case, quantization, tmp_path):
+    adapters = [(1, ALL_LINEAR), (8, ALL_LINEAR), *((4, it) for it in HYBRIDS[case])]
+    config, folders, models = checkpoint_with(CASES[case], tmp_path, adapters)
+    pack = quantization == "packed"
+    model = load_model(tmp_path / "base", config, torch.float32, "cpu", pack=pack)
+    write_adapters(model, config, folders, 8)
+    steps = AdaptedSteps(model)
+    slots = (1, -1, 0, 2, 1, 3)
+    sequences = [steps.sequence(tokens(20 + i, i), slot) for i, slot in enumerate(slots)]
+
+    found = computed(steps, sequences, [7, 2, 11, 5, 3, 16])
 
     truths = expected(models, sequences, slots, torch.float64)
     for logits, plain, truth in zip(found, expected(models, sequences, slots), truths, strict=True):
