@@ -9,7 +9,7 @@ import torch
 from kernels.cpu.library import load as load_library
 from kernels.weight_format import INT8_GROUPS
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import load_model
+from model.checkpoint.weights import load_model, load_part
 from model.executors.columns import ADAPTER, Bucket
 from model.executors.table import EXECUTORS
 from tests.kernels.references.problems import assert_no_worse_than
@@ -107,12 +107,11 @@ def test_sequences_with_and_without_adapters_are_computed_as_by_peft(case, tmp_p
         assert_no_worse_than(logits, truth, plain, factor=4.0, atol=2e-4)
 
 
-@pytest.mark.parametrize("quantization", ["packed", "as stored"])
+@pytest.mark.parametrize("pack", [True, False], ids=["", "not packed"])
 @pytest.mark.parametrize("case", HYBRIDS)
-def test_hybrids_with_and_without_adapters_are_computed_as_by_peft(case, quantization, tmp_path):
+def test_hybrids_with_and_without_adapters_are_computed_as_by_peft(case, pack, tmp_path):
     adapters = [(1, ALL_LINEAR), (8, ALL_LINEAR), *((4, it) for it in HYBRIDS[case])]
     config, folders, models = checkpoint_with(CASES[case], tmp_path, adapters)
-    pack = quantization == "packed"
     model = load_model(tmp_path / "base", config, torch.float32, "cpu", pack=pack)
     write_adapters(model, config, folders, 8)
     steps = AdaptedSteps(model)
@@ -215,6 +214,40 @@ def test_the_c_library_adds_what_adapters_add(name, tmp_path):
     for logits, truth in zip(found, expected(models, sequences, slots), strict=True):
         # Weights and activations are rounded to 8 bits; without the adapters' results the error is 0.6 and more.
         assert (logits - truth).norm() < 0.08 * truth.norm()
+
+
+def copy_rounded(rounded, model):
+    """Give a model the numbers of one whose matrices are rounded."""
+    with torch.no_grad():
+        for source, target in zip(rounded.decoder_layers, model.decoder_layers, strict=True):
+            for name, matrix in source.matrices.items():
+                target.matrices[name].numbers.copy_(matrix.dequantize())
+        tables = zip((rounded.embedding, rounded.head), (model.embedding, model.head), strict=True)
+        for source, target in tables:
+            target.numbers.copy_(source.dequantize())
+
+
+@needs_library
+@pytest.mark.parametrize("case", [it for it in HYBRIDS if "biases" not in it])
+def test_adapters_are_added_to_products_of_the_c_library(case, tmp_path):
+    adapters = [(1, ALL_LINEAR), (8, ALL_LINEAR), *((4, it) for it in HYBRIDS[case])]
+    config, folders, _ = checkpoint_with(CASES[case], tmp_path, adapters)
+    folder = tmp_path / "base"
+    exact = load_model(folder, config, torch.float32, "cpu", pack=False)
+    served = load_part(folder, config, torch.float32, "cpu", weight_format=INT8_GROUPS)
+    copy_rounded(served, exact)
+    served.optimize()
+    assert not served.is_in_library
+    logits = []
+    for model in (served, exact):
+        write_adapters(model, config, folders, 8)
+        steps = AdaptedSteps(model)
+        slots = (1, -1, 0, 2, 1, 3)
+        sequences = [steps.sequence(tokens(20 + i, i), slot) for i, slot in enumerate(slots)]
+        logits.append(computed(steps, sequences, [7, 2, 11, 5, 3, 16]))
+
+    for found, truth in zip(*logits, strict=True):
+        assert (found - truth).norm() < 1e-4 * truth.norm()
 
 
 @needs_library
