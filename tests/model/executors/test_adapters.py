@@ -229,7 +229,7 @@ def copy_rounded(rounded, model):
 
 @needs_library
 @pytest.mark.parametrize("case", [it for it in HYBRIDS if "biases" not in it])
-def test_adapters_are_added_to_products_of_the_c_library(case, tmp_path):
+def test_adapters_are_added_to_products_of_matrices_in_8_bits(case, tmp_path):
     adapters = [(1, ALL_LINEAR), (8, ALL_LINEAR), *((4, it) for it in HYBRIDS[case])]
     config, folders, _ = checkpoint_with(CASES[case], tmp_path, adapters)
     folder = tmp_path / "base"
