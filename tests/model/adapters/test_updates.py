@@ -102,6 +102,9 @@ def test_a_matrix_has_a_part_for_each_module_that_an_adapter_may_name():
         for stacked, name in _STORED_IN.items():
             assert stacked not in modules or modules[stacked] == modules[name], family.architecture
 
+    for case in CASES.values():
+        shapes = matrix_shapes(ModelConfig.from_dict(case.content).network)
+        assert all(len(it.parts) <= 3 for layer in shapes for it in layer.values())
     of_qwen, of_mamba = (
         {
             name: it
