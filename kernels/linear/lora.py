@@ -93,7 +93,7 @@ class LoraLinear:
     Args:
         weights: of its slots; written when an adapter moves into a slot.
         step: has the rows of the step that is computed.
-        first: the first output of the product that is one of the layer, where the product has those of several.
+        first: index of this layer's first output in the product; not 0 if the product has the outputs of others too.
     """
 
     def __init__(self, weights: LoraWeights, step: StepLora, first: int = 0) -> None:

@@ -42,8 +42,8 @@ class MatrixShape(NamedTuple):
     """A matrix of a layer.
 
     Attributes:
-        modules: the name of each part that it stacks, which is what an adapter changes: of a module of
-            `model.families.tensors`, and of those that checkpoints store in the same matrix.
+        modules: the parts that it stacks, by the names of `model.families.tensors`. Modules that the checkpoints of all
+            families store in one matrix are one part, because they have the same adapter.
         parts: outputs of each part.
         inputs: its inputs.
     """

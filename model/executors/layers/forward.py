@@ -99,7 +99,7 @@ class BoundLayer(NamedTuple):
 
 
 def _with_products(part: Any, products: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any field of a sublayer
-    """Return a bound sublayer, a named tuple, with products in place of those of the same names; so in its mixers."""
+    """Return a bound sublayer with its products replaced by those of the same names, also those of mixers in it."""
     if not hasattr(part, "_fields"):
         return part
     fields = zip(part._fields, part, strict=True)
