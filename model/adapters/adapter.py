@@ -12,7 +12,7 @@ from model.adapters.targets import Target, find_targets
 from model.checkpoint.stored_names import StoredNames
 from model.errors import AdapterError
 from model.families.table import FAMILIES
-from model.families.tensors import CONV, HEAD
+from model.families.tensors import CONVOLUTION, HEAD
 from model.files import read_file
 from model.hub.resolve import resolve
 from model.json_input import shorten
@@ -181,7 +181,7 @@ class AdapterReader:
         return f"; adapters may change {', '.join(listed)}"
 
     def _is_convolution(self, name: str) -> bool:
-        module = self._tensors.layer_modules.get(CONV)
+        module = self._tensors.layer_modules.get(CONVOLUTION)
         return module is not None and f".{module}." in name
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kernels.weights import Weight
 from model.families.table import FAMILIES
-from model.families.tensors import CONV, HEAD, Rewrite, Tensors
+from model.families.tensors import CONVOLUTION, HEAD, Rewrite, Tensors
 from model.network.layers import DecoderLayer
 from model.network.matrix import Matrix
 from model.network.matrix_shapes import stacked_modules
@@ -273,7 +273,7 @@ def _layer_parts(
         parameter = key.removesuffix(".numbers")
         matrix = getattr(layer, parameter)
         values = _values(matrix if isinstance(matrix, Matrix) else tensor.detach())
-        if parameter == CONV:
+        if parameter == CONVOLUTION:
             values = tensor.detach()
         base, suffix = _module(parameter)
         counts = stacked_rows(layer.spec, parameter) or [values.shape[0]]
@@ -299,7 +299,7 @@ def _layer_parts(
                     transposed,
                     grouped_by,
                     row_size,
-                    depthwise=parameter == CONV,
+                    depthwise=parameter == CONVOLUTION,
                     gated_by=gate_dim if same == _GATED else None,
                 ),
             )
