@@ -162,7 +162,7 @@ class CSequences(ctypes.Structure):
 class CLora(ctypes.Structure):
     """`Lora` of native/rows.h."""
 
-    MOST_PARTS: Final = 8
+    MOST_PARTS: Final = 3
     _fields_ = (
         ("a", _POINTER),
         ("b", _POINTER),

@@ -93,10 +93,11 @@ class LoraLinear:
     Args:
         weights: of its slots; written when an adapter moves into a slot.
         step: has the rows of the step that is computed.
+        first: index of this layer's first output in the product; not 0 if the product has the outputs of others too.
     """
 
-    def __init__(self, weights: LoraWeights, step: StepLora) -> None:
-        self._weights, self._step = weights, step
+    def __init__(self, weights: LoraWeights, step: StepLora, first: int = 0) -> None:
+        self._weights, self._step, self._first = weights, step, first
         self._begin: Callable[..., Callable[[Tensor], Tensor]] = load(_target(weights))
 
     def __call__(self, x: Tensor, *, pdl: bool = False) -> Callable[[Tensor], Tensor]:
@@ -107,11 +108,20 @@ class LoraLinear:
             pdl: use programmatic dependent launch.
 
         Returns:
-            A function that adds to its argument, [T, N], in place what the adapters make of x, and returns it.
+            A function that adds to its argument, [T, N] or more outputs, in place what the adapters make of x, and
+            returns it.
         """
         rows = self._step.rows
         assert rows is not None, "a step with adapters names them"
-        return self._begin(x, self._weights, rows, pdl=pdl)
+        finish = self._begin(x, self._weights, rows, pdl=pdl)
+        if not self._first:
+            return finish
+
+        def add(y: Tensor) -> Tensor:
+            finish(y[:, self._first :])
+            return y
+
+        return add
 
 
 def _target(weights: LoraWeights) -> str:

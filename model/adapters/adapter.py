@@ -12,7 +12,7 @@ from model.adapters.targets import Target, find_targets
 from model.checkpoint.stored_names import StoredNames
 from model.errors import AdapterError
 from model.families.table import FAMILIES
-from model.families.tensors import HEAD
+from model.families.tensors import CONVOLUTION, HEAD
 from model.files import read_file
 from model.hub.resolve import resolve
 from model.json_input import shorten
@@ -173,10 +173,16 @@ class AdapterReader:
             return ": the head is that of the model"
         if _EMBEDDING.search(name):
             return ": embeddings are those of the model"
+        if self._is_convolution(name):
+            return ": convolutions are those of the model"
         if self._names.is_beyond_layers(name):
             return f": the model has layers 0 to {self._num_layers - 1}"
         listed = dict.fromkeys(it.rpartition(".")[2] for it in self._targets)
         return f"; adapters may change {', '.join(listed)}"
+
+    def _is_convolution(self, name: str) -> bool:
+        module = self._tensors.layer_modules.get(CONVOLUTION)
+        return module is not None and f".{module}." in name
 
 
 def find_adapter_folder(path: str, revision: str | None = None) -> Path:

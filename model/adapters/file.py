@@ -22,6 +22,8 @@ _EXPONENTS: Final = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}
 """Bits of the exponent; all of them are set in numbers that are not finite."""
 _LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 8 << 20
+_MOST_DIMENSIONS: Final = 5
+"""Those of matrices of a convolution of volumes, which are refused by name; the others have two."""
 
 
 class Entry(NamedTuple):
@@ -89,7 +91,10 @@ class AdapterFile:
             sizes = (*shape, start, stop)
             if any(type(it) is not int or not 0 <= it <= 1 << 40 for it in sizes):
                 raise self._damaged(f"the entry of {shorten(name)}")
-            if len(shape) > 2 or stop - start != math.prod(shape) * _ITEM_BYTES[dtype]:
+            if (
+                len(shape) > _MOST_DIMENSIONS
+                or stop - start != math.prod(shape) * _ITEM_BYTES[dtype]
+            ):
                 raise self._damaged(f"the size of {shorten(name)}")
             used.append((start, stop))
             entries[name] = Entry(dtype, tuple(shape), start)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from model.errors import AdapterError
 from model.families.table import FAMILIES
-from model.network.matrix_shapes import matrix_shapes, stacked_modules
+from model.network.matrix_shapes import matrix_shapes
 
 if TYPE_CHECKING:
     from model.checkpoint.config import ModelConfig
@@ -19,7 +19,7 @@ class Target(NamedTuple):
     Attributes:
         layer: its index.
         matrix: of the layer that has its rows, such as qkv, output, gate_up or down.
-        parts: which of the parts that the matrix stacks, from the first to before the last.
+        parts: which of `MatrixShape.parts`, from the first to before the last.
         inputs, outputs: its sizes.
     """
 
@@ -37,18 +37,14 @@ def find_targets(config: ModelConfig) -> dict[str, Target]:
         AdapterError: the model's layers cannot have adapters.
     """
     network = config.network
-    if network.modules is not None or network.other_mixers:
-        what = (
-            "modules of transformers compute it"
-            if network.modules
-            else ", ".join(network.other_mixers)
+    if network.modules is not None:
+        raise AdapterError(
+            f"{config.architecture} cannot have adapters: modules of transformers compute it"
         )
-        raise AdapterError(f"{config.architecture} cannot have adapters: {what}")
     tensors = FAMILIES[config.architecture].tensors
     found = {}
     for index, matrices in enumerate(matrix_shapes(network)):
-        for matrix, (outputs, inputs) in matrices.items():
-            modules = stacked_modules(matrix, len(outputs))
+        for matrix, (modules, outputs, inputs) in matrices.items():
             named = [(tensors.layer_modules[it], at) for at, it in enumerate(modules)]
             for name, same in itertools.groupby(named, lambda it: it[0]):
                 parts = [at for _, at in same]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.weights import Weight
-from model.families.tensors import HEAD, Rewrite, Tensors
+from model.families.tensors import CONVOLUTION, HEAD, Rewrite, Tensors
 from model.network.layers import DecoderLayer
 from model.network.matrix import Matrix
 from model.network.matrix_shapes import stacked_modules
@@ -33,7 +33,6 @@ _XIELU: Final = ("alpha_p", "alpha_n")
 """The modules whose rows `activation` stacks."""
 _WITHOUT_SUFFIX: Final = ("activation", "scale", "altup_scale", "a_log", "dt_bias", "d")
 """Parameters whose tensors have no `.weight` or `.bias` after the name of the module."""
-_CONV: Final = "conv"
 _GATED: Final = ("q_gate", "q")
 _STREAMS: Final = ("streams_in", "streams_out")
 """Parameters that stack square matrices of modules with the name of one and a number."""
@@ -273,7 +272,7 @@ def _layer_parts(
         parameter = key.removesuffix(".numbers")
         matrix = getattr(layer, parameter)
         values = _values(matrix if isinstance(matrix, Matrix) else tensor.detach())
-        if parameter == _CONV:
+        if parameter == CONVOLUTION:
             values = tensor.detach()
         base, suffix = _module(parameter)
         counts = stacked_rows(layer.spec, parameter) or [values.shape[0]]
@@ -299,7 +298,7 @@ def _layer_parts(
                     transposed,
                     grouped_by,
                     row_size,
-                    depthwise=parameter == _CONV,
+                    depthwise=parameter == CONVOLUTION,
                     gated_by=gate_dim if same == _GATED else None,
                 ),
             )

@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from typing import Final
 
 HEAD: Final = "lm_head"
+CONVOLUTION: Final = "conv"
 
 
 @dataclasses.dataclass(frozen=True)

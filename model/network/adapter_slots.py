@@ -35,7 +35,7 @@ class AdapterSlots:
     """Owns the memory of the slots; only `write` changes it.
 
     Args:
-        network: of the model, whose layers have attention and dense MLPs.
+        network: of the model.
         count: number of slots.
         rank: the largest of an adapter.
         dtype: of the matrices.

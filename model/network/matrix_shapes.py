@@ -32,13 +32,23 @@ def stacked_modules(matrix: str, count: int) -> tuple[str, ...]:
     return _STACKED.get((matrix, count), (matrix,))
 
 
+_STORED_IN: Final = {"q_gate": "q", **dict.fromkeys(("x", "b", "c", "dt"), "z")}
+"""Modules whose rows the checkpoints of all families have in the matrix of another one."""
 _RANK_ALIGNMENT: Final = 16
 """Ranks are rounded up to a power of two from this number on, as kernels for GPUs multiply them."""
 
 
 class MatrixShape(NamedTuple):
-    """A matrix of a layer: the outputs of each part that it stacks, and its inputs."""
+    """A matrix of a layer.
 
+    Attributes:
+        modules: the parts that it stacks, by the names of `model.families.tensors`. Modules that the checkpoints of all
+            families store in one matrix are one part, because they have the same adapter.
+        parts: outputs of each part.
+        inputs: its inputs.
+    """
+
+    modules: tuple[str, ...]
     parts: tuple[int, ...]
     inputs: int
 
@@ -48,12 +58,20 @@ def matrix_shapes(network: Network) -> list[dict[str, MatrixShape]]:
     hidden = network.hidden
     return [
         {
-            name: MatrixShape(*shape)
+            name: _matrix_shape(name, *shape)
             for part in it.parts
             for name, shape in part.matrices(hidden).items()
         }
         for it in network.layers
     ]
+
+
+def _matrix_shape(matrix: str, rows: tuple[int, ...], inputs: int) -> MatrixShape:
+    parts: dict[str, int] = {}
+    for module, count in zip(stacked_modules(matrix, len(rows)), rows, strict=True):
+        name = _STORED_IN.get(module, module)
+        parts[name] = parts.get(name, 0) + count
+    return MatrixShape(tuple(parts), tuple(parts.values()), inputs)
 
 
 def slot_rank(rank: int) -> int:

@@ -20,7 +20,7 @@ from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import AdapterRef, GenerateRequest
 from tests.kernels.references.problems import assert_no_worse_than
-from tests.model.adapters.peft_adapters import adapted
+from tests.model.adapters.peft_adapters import ALL_LINEAR, adapted
 from tests.model.checkpoint.hf_checkpoints import VOCAB_SIZE, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -30,6 +30,20 @@ early_launches = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
     reason="the GPU has no programmatic dependent launch",
 )
+MODELS = {
+    "llama": Case("Llama", {"head_dim": 64}),
+    "qwen3.5": Case(
+        "Qwen3_5Text",
+        {"hidden_size": 256, "head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 4},
+    ),
+    "granite4": Case(
+        "GraniteMoeHybrid",
+        {"hidden_size": 256, "head_dim": 64, "layer_types": ["mamba", "attention"]}
+        | {"num_local_experts": 0, "shared_intermediate_size": 512, "attention_multiplier": 0.125}
+        | {"mamba_n_heads": 8, "mamba_d_state": 64},
+    ),
+}
 QKV, DOWN = ((4096, 1024, 1024), 4096), ((1024,), 3072)
 
 
@@ -128,13 +142,14 @@ def test_launches_that_start_early_give_the_same_bits_as_others():
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("case", MODELS)
 def test_recorded_steps_with_adapters_give_the_tokens_that_each_request_gets_alone(
-    tmp_path, deterministic
+    tmp_path, case, deterministic
 ):
-    plain = Case("Llama", {"head_dim": 64}).save(tmp_path / "base")
+    plain = MODELS[case].save(tmp_path / "base")
     names = ("a", "b", "c", "d")
     for seed, name in enumerate(names):
-        adapted(copy.deepcopy(plain), tmp_path / name, 16, seed=seed, std=0.3)
+        adapted(copy.deepcopy(plain), tmp_path / name, 16, ALL_LINEAR, seed, 0.3)
     reader = AdapterReader(ModelConfig.from_folder(tmp_path / "base"), 16)
     refs = {
         it: AdapterRef(it, str(tmp_path / it), reader.read(tmp_path / it).digest) for it in names

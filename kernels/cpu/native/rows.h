@@ -4,7 +4,7 @@
 
 #include "linear.h"
 
-#define MOST_PARTS 8
+#define MOST_PARTS 3
 #define OUTPUTS_AT_ONCE 256
 
 /* The matrices of all slots of adapters for one matrix of a layer; see `kernels.linear.lora`. */
@@ -23,8 +23,8 @@ typedef struct {
 } AdaptersOfRows;
 
 /* What adapters make of rows x, added to y or written to it; two loops. Each sum is of one row and its adapter, in an order
-   that depends on nothing else. low: memory for rows * parts * rank numbers. */
-static void add_adapters(Pool *pool, int64_t loop, AdaptersOfRows all, int64_t rows, const Lora *l, const float *x, float *low, float *y, int overwrites) {
+   that depends on nothing else. low: memory for rows * parts * rank numbers. y has `stride` numbers in a row. */
+static void add_adapters(Pool *pool, int64_t loop, AdaptersOfRows all, int64_t rows, const Lora *l, const float *x, float *low, float *y, int64_t stride, int overwrites) {
     int64_t rank = all.rank, width = l->parts * rank;
     LOOP(pool, loop, rows * width, chunk_of(rows * width, pool->threads), first, end, {
         for (int64_t item = first; item < end; item++) {
@@ -41,7 +41,7 @@ static void add_adapters(Pool *pool, int64_t loop, AdaptersOfRows all, int64_t r
         for (int64_t item = first; item < end; item++) {
             int64_t row = item / tiles, start = item % tiles * OUTPUTS_AT_ONCE, slot = all.slots[row], part = 0;
             int64_t stop = start + OUTPUTS_AT_ONCE < l->outputs ? start + OUTPUTS_AT_ONCE : l->outputs;
-            float *to = y + row * l->outputs;
+            float *to = y + row * stride;
             if (slot < 0) {
                 if (overwrites) memset(to + start, 0, (size_t)(stop - start) * sizeof(float));
                 continue;
@@ -62,15 +62,15 @@ typedef struct {
     Lora matrices;
     AdaptersOfRows adapters;
     const float *x; /* [rows][inputs] */
-    float *y;       /* [rows][outputs] */
-    int64_t rows;
+    float *y;       /* [rows][stride] */
+    int64_t stride, rows;
 } Adaptation;
 
 static void adapt_rows(Pool *pool, const void *argument, int thread) {
     (void)thread;
     const WorkersCall *call = argument;
     const Adaptation *a = call->argument;
-    add_adapters(pool, 0, a->adapters, a->rows, &a->matrices, a->x, (float *)call->workers->memory, a->y, 0);
+    add_adapters(pool, 0, a->adapters, a->rows, &a->matrices, a->x, (float *)call->workers->memory, a->y, a->stride, 0);
 }
 
 /* Adds what adapters make of rows; returns 0, or 1 if memory does not suffice. */

@@ -196,7 +196,7 @@ static void norm_rows(Pool *pool, int64_t loop, const Computation *c, const floa
 
 /* What the adapters of a step make of rows x, for one matrix; two loops. */
 static void adapt(Pool *pool, int64_t loop, const Computation *c, const Lora *l, const float *x, float *y, int overwrites) {
-    add_adapters(pool, loop, c->step->adapters->rows, c->step->rows, l, x, c->space.low, y, overwrites);
+    add_adapters(pool, loop, c->step->adapters->rows, c->step->rows, l, x, c->space.low, y, l->outputs, overwrites);
 }
 
 static void compute_layer(Pool *pool, int64_t loop, const Computation *c, int64_t index) {

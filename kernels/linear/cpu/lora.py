@@ -13,7 +13,6 @@ import torch
 from kernels.cpu import workers
 from kernels.cpu.decoder import CLora
 from kernels.cpu.library import load
-from kernels.linear import lora
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +34,7 @@ class _Adaptation(ctypes.Structure):
         ("rank", ctypes.c_int64),
         ("x", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
         ("rows", ctypes.c_int64),
     )
 
@@ -56,8 +56,9 @@ def begin_lora(
     """See `kernels.linear.lora.begin_lora`."""
 
     def add(y: Tensor) -> Tensor:
-        if not (x.is_contiguous() and y.is_contiguous() and x.dtype is y.dtype is torch.float32):
-            return lora.add_lora(x, y, weights, rows)
+        assert x.is_contiguous()
+        assert y.stride(1) == 1
+        assert x.dtype is y.dtype is torch.float32
         slots, (num_slots, rank, _) = rows.slots.contiguous(), weights.b.shape
         ranks = torch.full((num_slots,), rank)
         adaptation = _Adaptation(
@@ -67,6 +68,7 @@ def begin_lora(
             rank,
             x.data_ptr(),
             y.data_ptr(),
+            y.stride(0),
             len(slots),
         )
         workers.call("tessera_adapt", adaptation)

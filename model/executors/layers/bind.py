@@ -72,7 +72,9 @@ def bind_network(model: DecoderParameters, purpose: Purpose) -> BoundNetwork:
             for name, kind in OTHERS.items()
             if getattr(layer, name) is not None
         }
-        bound = BoundLayer(mixer, mlp, binder.bound, layer.parallel, scale=parameters.scale)
+        bound = BoundLayer(
+            mixer, mlp, binder.bound, layer.parallel, binder.included, scale=parameters.scale
+        )
         layers.append(bound._replace(**others))
         binder.drop_copied()
     return BoundNetwork(

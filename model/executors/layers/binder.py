@@ -77,15 +77,20 @@ class Binder:
         self.bound[name] = product = self._bind(name)
         return product
 
+    @property
+    def included(self) -> dict[str, str]:
+        """The matrices that are part of another one's product, by the name of that one; see `Product.includes`."""
+        pairs = ((it.name, it.includes) for it in _products(self.layer))
+        return {name: it for name, it in pairs if it is not None and not self.has(it)}
+
     def drop_copied(self) -> None:
         """Delete the matrices of which a product has a copy."""
-        included = {it.name: it.includes for it in _products(self.layer)}
+        included = self.included
         for name, product in self.bound.items():
             if product.copies_weights:
                 self.layer.drop_matrix(name)
-                other = included[name]
-                if other is not None and not self.has(other):
-                    self.layer.drop_matrix(other)
+                if name in included:
+                    self.layer.drop_matrix(included[name])
 
     def _bind(self, name: str) -> Projection:
         weights, operations = self._projections[name]

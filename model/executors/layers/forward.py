@@ -63,6 +63,7 @@ class BoundLayer(NamedTuple):
         mlp: the second half.
         projections: their products, by the names of the matrices.
         parallel: whether both read the same residual stream.
+        included: matrices whose outputs follow those of another one in its product, by the name of that one.
         per_layer: adds what tokens are for the layer, after the two halves; None for none.
         scale: [1], multiplies the stream at the end; None for none.
         laurel: beside the mixer of a layer with `altup`; None for none.
@@ -73,6 +74,7 @@ class BoundLayer(NamedTuple):
     mlp: BoundMLP
     projections: dict[str, ResidualWriter]
     parallel: bool
+    included: Mapping[str, str]
     per_layer: BoundPerLayerInput | None = None
     scale: Tensor | None = None
     laurel: BoundLaurel | None = None
@@ -80,23 +82,30 @@ class BoundLayer(NamedTuple):
 
     def adapted(self, matrices: Mapping[str, LoraWeights], step: StepLora) -> BoundLayer:
         """Return the layer with the adapters of the step's rows; `matrices` has the slots by the names of matrices."""
-        products: dict[str, Any] = {
-            name: product.adapted(LoraLinear(matrices[name], step))
-            for name, product in self.projections.items()
-        }
-
-        def replaced(part: Any) -> Any:  # noqa: ANN401 - a named tuple of bound products and others
-            if part is None:
-                return None
-            return part._replace(**{it: products[it] for it in part._fields if it in products})
-
+        products = {}
+        for name, product in self.projections.items():
+            weights = matrices[name]
+            products[name] = product.adapted(LoraLinear(weights, step))
+            if name in self.included:
+                other = LoraLinear(matrices[self.included[name]], step, sum(weights.parts))
+                products[name] = products[name].adapted(other)
         return self._replace(
-            mixer=replaced(self.mixer),
-            mlp=replaced(self.mlp),
+            mixer=_with_products(self.mixer, products),
+            mlp=_with_products(self.mlp, products),
             projections=products,
-            per_layer=replaced(self.per_layer),
-            laurel=replaced(self.laurel),
+            per_layer=_with_products(self.per_layer, products),
+            laurel=_with_products(self.laurel, products),
         )
+
+
+def _with_products(part: Any, products: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any field of a sublayer
+    """Return a bound sublayer with its products replaced by those of the same names, also those of mixers in it."""
+    if not hasattr(part, "_fields"):
+        return part
+    fields = zip(part._fields, part, strict=True)
+    return part._replace(
+        **{name: products.get(name) or _with_products(it, products) for name, it in fields}
+    )
 
 
 def layer_forward(

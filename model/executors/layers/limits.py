@@ -35,7 +35,6 @@ def unsupported(problem: ModelProblem, bucket: Bucket) -> tuple[str, ...]:
         *_value_norms(network),
         *_several_streams(network),
         *(f"no {name} of sequences" for name in bucket.extra_columns if name != ADAPTER),
-        *(_no_adapters(problem) if ADAPTER in bucket.extra_columns else ()),
         *(nondeterministic(network, problem.dtype, problem.arch) if bucket.deterministic else ()),
         *(
             _no_drafts(problem, chained=bucket.chained)
@@ -95,13 +94,6 @@ def _inexact(network: spec.Network) -> list[str]:
             ),
         ),
     ]
-
-
-def _no_adapters(problem: ModelProblem) -> tuple[str, ...]:
-    """List why the layers cannot have adapters."""
-    return reasons(
-        *((True, f"no adapters of {name}") for name in problem.network.other_mixers),
-    )
 
 
 def _no_drafts(problem: ModelProblem, *, chained: bool) -> tuple[str, ...]:

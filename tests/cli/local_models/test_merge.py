@@ -11,17 +11,22 @@ from safetensors.torch import load_file, save_file
 from model.errors import AdapterError
 from server.cli.local_models.merge import merge_adapter
 from server.cli.main import main
-from tests.model.adapters.peft_adapters import adapted, all_linear
+from tests.model.adapters.peft_adapters import ALL_LINEAR, HYBRIDS, adapted, all_linear
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
 
 KINDS = {"llama": "llama", "granite": "llama", "phi3": "phi3", "gpt2": "gpt2"}
 
 
-@pytest.mark.parametrize(("case", "kind"), KINDS.items())
-def test_a_merged_checkpoint_is_that_of_peft(case, kind, tmp_path):
+TARGETS = {case: all_linear(kind) for case, kind in KINDS.items()} | dict.fromkeys(
+    HYBRIDS, ALL_LINEAR
+)
+
+
+@pytest.mark.parametrize(("case", "targets"), TARGETS.items())
+def test_a_merged_checkpoint_is_that_of_peft(case, targets, tmp_path):
     model = CASES[case].save(tmp_path / "base")
     (tmp_path / "base" / "tokenizer_config.json").write_text("{}")
-    with_adapter = adapted(copy.deepcopy(model), tmp_path / "adapter", 4, all_linear(kind))
+    with_adapter = adapted(copy.deepcopy(model), tmp_path / "adapter", 4, targets)
 
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
 

@@ -16,7 +16,7 @@ from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import AdapterRef, FinishReason, GenerateRequest
 from server.engine.core.start_checks import StartupError
-from tests.model.adapters.peft_adapters import adapted, all_linear
+from tests.model.adapters.peft_adapters import ALL_LINEAR, adapted, all_linear
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
 from tests.model.oracle import generated
 
@@ -29,7 +29,7 @@ needs_library = pytest.mark.skipif(
 class Served:
     """A checkpoint with adapters of several ranks, and the models of PEFT."""
 
-    def __init__(self, folder, case, kind="llama"):
+    def __init__(self, folder, case, targets=None):
         self.folder = folder
         plain = case.save(folder / "base")
         self.models = {None: plain.eval()}
@@ -38,7 +38,7 @@ class Served:
                 copy.deepcopy(plain),
                 folder / name,
                 (4, 16, 1, 8, 16)[seed],
-                all_linear(kind),
+                targets,
                 seed,
                 0.3,
             )
@@ -94,9 +94,28 @@ def assert_all_free(engine):
     engine.engine._adapters.check_invariants()
 
 
+HYBRIDS = ("qwen3.5", "lfm2", "granite4", "bamba", "falcon h1")
+
+
+@pytest.fixture(scope="module")
+def hybrid(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hybrid")
+    return Served(folder, CASES[request.param], ALL_LINEAR)
+
+
 def test_the_tokens_of_a_request_are_those_of_peft(served):
-    prompt = random_prompt(random.Random(0))
-    engine = served.engine()
+    check_tokens(served, random_prompt(random.Random(0)))
+
+
+@pytest.mark.parametrize("hybrid", HYBRIDS, indirect=True)
+def test_the_tokens_of_a_request_to_a_hybrid_are_those_of_peft(hybrid):
+    prompt = random_prompt(random.Random(0), 100, 100)
+    check_tokens(hybrid, prompt, quantization="none", max_num_batched_tokens=64)
+
+
+def check_tokens(served, prompt, **changes):
+    """Compare the tokens of an engine with those of PEFT, up to the first that is a matter of rounding."""
+    engine = served.engine(**changes)
 
     names = (None, *NAMES)
     answers = engine.generate([served.request(i, prompt, it) for i, it in enumerate(names)])
@@ -133,6 +152,58 @@ def test_requests_with_more_adapters_than_slots_get_the_tokens_that_each_gets_al
     assert stats.num_adapter_evictions > 0
     assert stats.prefix_cache_hit_tokens > 0
     assert (stats.num_preemptions > 0) == (cache == 160)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("hybrid", HYBRIDS, indirect=True)
+@pytest.mark.parametrize("streams", [1, 8], ids=["one after the other", "at the same time"])
+def test_states_in_the_prefix_cache_are_those_of_the_adapter(hybrid, streams):
+    rng = random.Random(6)
+    beginning = random_prompt(rng, 130, 130)
+    names = (None, "a", "b", "c", None, "a", "b", "c", "d", "d")
+    cases = [(beginning + random_prompt(rng, 5, 20), it) for it in names]
+    alone = hybrid.engine(quantization="none", enable_prefix_caching=False, max_num_seqs=1)
+    requests = [hybrid.request(i, *it) for i, it in enumerate(cases)]
+    expected = [tokens(alone.generate([it])[0]) for it in requests]
+    engine = hybrid.engine(quantization="none")
+    started, send = {}, engine.channel.send
+
+    def note(message):
+        started.update((it.request_id, it.num_cached_tokens) for it in message.started)
+        send(message)
+
+    engine.channel.send = note
+    answers = engine.generate(requests, streams=streams)
+
+    assert [tokens(it) for it in answers] == expected
+    first = [names.index(it) for it in (None, *NAMES[:4])]
+    assert [bool(started[i]) for i in range(len(names))] == [
+        i not in first for i in range(len(names))
+    ]
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=needs_library)])
+@pytest.mark.parametrize("hybrid", HYBRIDS, indirect=True)
+def test_preempted_requests_to_a_hybrid_get_the_tokens_that_each_gets_alone(hybrid, quantization):
+    rng = random.Random(7)
+    beginnings = [random_prompt(rng, 64, 64) for _ in range(2)]
+    cases = [
+        (rng.choice(beginnings) + random_prompt(rng, 1, 20), rng.choice((None, *NAMES)))
+        for _ in range(16)
+    ]
+    options = {"quantization": quantization, "dtype": "auto"}
+    alone = hybrid.engine(**options, enable_prefix_caching=False, max_num_seqs=1)
+    requests = [hybrid.request(i, *it, 24) for i, it in enumerate(cases)]
+    expected = [tokens(alone.generate([it])[0]) for it in requests]
+    engine = hybrid.engine(**options, kv_cache_tokens=256, max_model_len=128)
+
+    answers = engine.generate(requests, streams=8)
+
+    assert [tokens(it) for it in answers] == expected
+    stats = engine.engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_adapter_evictions > 0
     assert_all_free(engine)
 
 
@@ -216,7 +287,7 @@ def test_slots_that_memory_does_not_hold_are_refused(served, monkeypatch):
     ],
 )
 def test_ranks_that_share_a_model_give_the_replies_of_one_process(case, tmp_path):
-    served = Served(tmp_path, CASES[case], case)
+    served = Served(tmp_path, CASES[case], all_linear(case))
     rng = random.Random(3)
     cases = [(random_prompt(rng), it) for it in (None, *NAMES, "c", None, "e", *NAMES, "a")]
 

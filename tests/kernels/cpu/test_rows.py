@@ -67,13 +67,15 @@ def adapted(rank, parts, inputs, slots):
 
 
 @pytest.mark.parametrize("rank", [1, 8, 17])
-@pytest.mark.parametrize("parts", [(32,), (64, 16, 16), (48, 16, 16, 32, 16)])
+@pytest.mark.parametrize("parts", [(32,), (64, 16, 16), (48, 16, 16)])
 def test_adapters_add_what_float64_does(rank, parts):
     slots = [0, -1, 2, 2, 1, -1, 0]
     weights, x, y, rows = adapted(rank, parts, 80, slots)
     assert library_lora.computes(weights)
 
-    found = library_lora.begin_lora(x, weights, rows)(y.clone())
+    wider = torch.cat((y, torch.full((len(y), 7), 5.0)), 1)
+    found = library_lora.begin_lora(x, weights, rows)(wider)[:, : y.shape[1]]
+    assert (wider[:, y.shape[1] :] == 5).all()
 
     bounds = [(i, i + 1, slot) for i, slot in enumerate(slots) if slot >= 0]
     wide = weights._replace(a=weights.a.double(), b=weights.b.double())
@@ -86,6 +88,6 @@ def test_adapters_add_what_float64_does(rank, parts):
         assert torch.equal(only[0], found[row])
 
 
-@pytest.mark.parametrize(("parts", "inputs"), [((20, 16), 64), ((32,), 40), ((16,) * 9, 32)])
+@pytest.mark.parametrize(("parts", "inputs"), [((20, 16), 64), ((32,), 40), ((16,) * 4, 32)])
 def test_other_sizes_of_adapters_are_left_to_pytorch(parts, inputs):
     assert not library_lora.computes(adapted(4, parts, inputs, [0])[0])

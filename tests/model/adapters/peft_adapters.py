@@ -1,5 +1,7 @@
 """Adapters written by PEFT for the tiny checkpoints of `hf_checkpoints`, with random matrices."""
 
+from unittest import mock
+
 import peft
 import torch
 import transformers
@@ -16,6 +18,23 @@ MLP = {
 }
 
 
+HYBRIDS = {
+    "qwen3.5": (ATTENTION["llama"], MLP["llama"]),
+    "qwen3.5 more value heads tied biases": (["q_proj", "k_proj"], ["in_proj_b", "in_proj_qkv"]),
+    "lfm2": (["self_attn.out_proj", "v_proj"], ["w1", "w2", "w3"]),
+    "lfm2 untied biases": (["conv.in_proj"], ["conv.out_proj"]),
+    "granite4": (ATTENTION["llama"], ["input_linear", "output_linear"]),
+    "granite4 rope tied biases groups": (ATTENTION["llama"], ["mamba.in_proj"]),
+    "bamba": (ATTENTION["llama"], MLP["llama"]),
+    "bamba tied biases groups": (["in_proj"], ["out_proj"]),
+    "falcon h1": (ATTENTION["llama"], MLP["llama"]),
+    "falcon h1 norm tied biases": (["in_proj"], ["out_proj"]),
+}
+"""Checkpoints with recurrent layers, and some modules of each."""
+ALL_LINEAR = "all-linear"
+"""PEFT's word for all of them outside the head."""
+
+
 def all_linear(kind="llama"):
     return ATTENTION[kind] + MLP[kind]
 
@@ -30,7 +49,12 @@ def adapted(model, folder, rank=8, targets=None, seed=0, std=0.1, **options):
         fan_in_fan_out=isinstance(model, transformers.GPT2LMHeadModel),
         **options,
     )
-    with_adapter = peft.get_peft_model(model, config)
+    if isinstance(model, transformers.FalconH1ForCausalLM):
+        # PEFT refuses out_proj by this name, because kernels that are not installed here read its weight themselves.
+        with mock.patch.object(model.config, "model_type", ""):
+            with_adapter = peft.get_peft_model(model, config)
+    else:
+        with_adapter = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in with_adapter.named_parameters():

@@ -198,6 +198,34 @@ def test_tensors_that_do_not_fit_are_refused_by_name(reader, adapter, edit, erro
         reader.read(adapter)
 
 
+@pytest.mark.parametrize(
+    ("case", "module", "rank"),
+    [("lfm2", "conv.conv", 64), ("qwen3.5", "conv1d", 112), ("granite4", "conv1d", 160)],
+)
+def test_an_adapter_of_a_convolution_is_refused_by_name(case, module, rank, tmp_path):
+    model = CASES[case].save(tmp_path / "base")
+    with pytest.warns(UserWarning, match="Merging is not supported"):
+        adapted(model, tmp_path / "adapter", rank, [module])
+    reader = AdapterReader(ModelConfig.from_folder(tmp_path / "base"), 256)
+
+    error = rf"layers\.0\..*{module}' cannot have an adapter: convolutions are those of the model"
+    with pytest.raises(AdapterError, match=error):
+        reader.read(tmp_path / "adapter")
+
+
+def test_other_parameters_of_recurrent_layers_are_refused_by_name(tmp_path):
+    model = CASES["granite4"].save(tmp_path / "base")
+    adapted(model, tmp_path / "adapter", 8, ["mamba.in_proj"])
+    reader = AdapterReader(ModelConfig.from_folder(tmp_path / "base"), 8)
+    name = "base_model.model.model.layers.0.mamba.in_proj.lora_A.weight"
+    other = name.replace("in_proj", "dt_bias")
+
+    change_tensors(tmp_path / "adapter", _renamed(name, other))
+    error = "mamba.dt_bias' cannot have an adapter; adapters may change in_proj, out_proj, "
+    with pytest.raises(AdapterError, match=error):
+        reader.read(tmp_path / "adapter")
+
+
 @pytest.mark.parametrize("cut", [0, 7, 100, -1])
 def test_a_truncated_file_is_refused(reader, adapter, cut):
     file = adapter / WEIGHTS

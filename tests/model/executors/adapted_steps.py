@@ -5,6 +5,7 @@ import torch
 from model.adapters.adapter import AdapterReader
 from model.adapters.updates import UpdateReader
 from model.device.kv_cache import KVCache
+from server.engine.core.memory.state_slots import NO_SLOT, SequenceSlots
 from server.engine.core.step import DecodeBatch, DecodeRows, ScheduledSequence
 from server.engine.runner.step.sampled_tokens import SampledTokens
 from server.engine.runner.step.step_input import PackedStep, exact_bucket
@@ -33,7 +34,8 @@ class AdaptedSteps:
         self.model = model
         self._columns = -(-most // BLOCK_SIZE)
         state = model.network.state(model.cache_dtype)
-        self.cache = KVCache(state, num_sequences * self._columns, BLOCK_SIZE, model.device)
+        blocks = num_sequences * self._columns
+        self.cache = KVCache(state, blocks, BLOCK_SIZE, model.device, num_sequences)
         self._num = 0
 
     def sequence(self, token_ids, slot=-1):
@@ -42,6 +44,7 @@ class AdaptedSteps:
         found = make_sequence(number, token_ids)
         found.adapter_slot = slot
         found.block_table = [number * self._columns + i for i in range(self._columns)]
+        found.slots = SequenceSlots(NO_SLOT, number)
         return found
 
     def step(self, decode=(), prefill=(), *, deterministic=False):
@@ -66,7 +69,11 @@ class AdaptedSteps:
         for it in (*rows.batch.sequences, *(it for it, *_ in prefill)):
             it.deterministic = deterministic
         chunks = [ScheduledSequence(*it, it[2]) for it in prefill]
-        packed = PackedStep(exact_bucket(rows, chunks, BLOCK_SIZE), BLOCK_SIZE, self.model.device)
+        bucket = exact_bucket(rows, chunks, BLOCK_SIZE, has_states=bool(self.cache.num_slots))
+        packed = PackedStep(bucket, BLOCK_SIZE, self.model.device)
         packed.pack(rows, chunks, SampledTokens(99, self.model.device))
         with torch.inference_mode():
-            return self.model.step(packed.input, self.cache).logits.float().cpu()
+            logits = self.model.step(packed.input, self.cache).logits.float().cpu()
+        for it in (*rows.batch.sequences, *(it for it, *_ in prefill)):
+            it.slots.read = it.slots.write
+        return logits

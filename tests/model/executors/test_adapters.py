@@ -9,11 +9,11 @@ import torch
 from kernels.cpu.library import load as load_library
 from kernels.weight_format import INT8_GROUPS
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import load_model
+from model.checkpoint.weights import load_model, load_part
 from model.executors.columns import ADAPTER, Bucket
 from model.executors.table import EXECUTORS
 from tests.kernels.references.problems import assert_no_worse_than
-from tests.model.adapters.peft_adapters import adapted, all_linear
+from tests.model.adapters.peft_adapters import ALL_LINEAR, HYBRIDS, adapted, all_linear
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
 from tests.model.executors.adapted_steps import AdaptedSteps, write_adapter, write_adapters
 
@@ -40,11 +40,17 @@ def tokens(count, seed):
 
 def checkpoint(case, folder, kind="llama", ranks=RANKS):
     """Save a model and adapters; return its configuration, the folders and the models with and without them."""
+    adapters = [(rank, all_linear(kind)) for rank in ranks]
+    return checkpoint_with(case, folder, adapters)
+
+
+def checkpoint_with(case, folder, adapters):
+    """Do the same with adapters of some ranks and modules."""
     plain = case.save(folder / "base")
-    folders = [folder / f"rank {rank}" for rank in ranks]
+    folders = [folder / str(seed) for seed in range(len(adapters))]
     models = [
-        adapted(copy.deepcopy(plain), it, rank, all_linear(kind), seed=rank)
-        for it, rank in zip(folders, ranks, strict=True)
+        adapted(copy.deepcopy(plain), it, rank, targets, seed)
+        for seed, (it, (rank, targets)) in enumerate(zip(folders, adapters, strict=True))
     ]
     return ModelConfig.from_folder(folder / "base"), folders, [*models, plain.eval()]
 
@@ -95,6 +101,24 @@ def test_sequences_with_and_without_adapters_are_computed_as_by_peft(case, tmp_p
     sequences = [steps.sequence(tokens(20 + i, i), slot) for i, slot in enumerate(slots)]
 
     found = computed(steps, sequences, [7, 2, 11, 5, 3])
+
+    truths = expected(models, sequences, slots, torch.float64)
+    for logits, plain, truth in zip(found, expected(models, sequences, slots), truths, strict=True):
+        assert_no_worse_than(logits, truth, plain, factor=4.0, atol=2e-4)
+
+
+@pytest.mark.parametrize("pack", [True, False], ids=["", "not packed"])
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_hybrids_with_and_without_adapters_are_computed_as_by_peft(case, pack, tmp_path):
+    adapters = [(1, ALL_LINEAR), (8, ALL_LINEAR), *((4, it) for it in HYBRIDS[case])]
+    config, folders, models = checkpoint_with(CASES[case], tmp_path, adapters)
+    model = load_model(tmp_path / "base", config, torch.float32, "cpu", pack=pack)
+    write_adapters(model, config, folders, 8)
+    steps = AdaptedSteps(model)
+    slots = (1, -1, 0, 2, 1, 3)
+    sequences = [steps.sequence(tokens(20 + i, i), slot) for i, slot in enumerate(slots)]
+
+    found = computed(steps, sequences, [7, 2, 11, 5, 3, 16])
 
     truths = expected(models, sequences, slots, torch.float64)
     for logits, plain, truth in zip(found, expected(models, sequences, slots), truths, strict=True):
@@ -190,6 +214,40 @@ def test_the_c_library_adds_what_adapters_add(name, tmp_path):
     for logits, truth in zip(found, expected(models, sequences, slots), strict=True):
         # Weights and activations are rounded to 8 bits; without the adapters' results the error is 0.6 and more.
         assert (logits - truth).norm() < 0.08 * truth.norm()
+
+
+def copy_rounded(rounded, model):
+    """Give a model the numbers of one whose matrices are rounded."""
+    with torch.no_grad():
+        for source, target in zip(rounded.decoder_layers, model.decoder_layers, strict=True):
+            for name, matrix in source.matrices.items():
+                target.matrices[name].numbers.copy_(matrix.dequantize())
+        tables = zip((rounded.embedding, rounded.head), (model.embedding, model.head), strict=True)
+        for source, target in tables:
+            target.numbers.copy_(source.dequantize())
+
+
+@needs_library
+@pytest.mark.parametrize("case", [it for it in HYBRIDS if "biases" not in it])
+def test_adapters_are_added_to_products_of_matrices_in_8_bits(case, tmp_path):
+    adapters = [(1, ALL_LINEAR), (8, ALL_LINEAR), *((4, it) for it in HYBRIDS[case])]
+    config, folders, _ = checkpoint_with(CASES[case], tmp_path, adapters)
+    folder = tmp_path / "base"
+    exact = load_model(folder, config, torch.float32, "cpu", pack=False)
+    served = load_part(folder, config, torch.float32, "cpu", weight_format=INT8_GROUPS)
+    copy_rounded(served, exact)
+    served.optimize()
+    assert not served.is_in_library
+    logits = []
+    for model in (served, exact):
+        write_adapters(model, config, folders, 8)
+        steps = AdaptedSteps(model)
+        slots = (1, -1, 0, 2, 1, 3)
+        sequences = [steps.sequence(tokens(20 + i, i), slot) for i, slot in enumerate(slots)]
+        logits.append(computed(steps, sequences, [7, 2, 11, 5, 3, 16]))
+
+    for found, truth in zip(*logits, strict=True):
+        assert (found - truth).norm() < 1e-4 * truth.norm()
 
 
 @needs_library

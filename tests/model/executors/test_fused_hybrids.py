@@ -35,8 +35,8 @@ ROWS = 2 * 2 * 16 + 2 * 4 * 16, 2 * 4
 """Of the matrix of queries, keys, values and z, and of that of the gates."""
 
 
-def build(weight_format=None, dtype=torch.float32):
-    made = DecoderLM(ModelConfig.from_dict(CONFIG), dtype, weight_format=weight_format)
+def build(weight_format=None, dtype=torch.float32, config=CONFIG):
+    made = DecoderLM(ModelConfig.from_dict(config), dtype, weight_format=weight_format)
     made.init_weights(std=0.15, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
