@@ -36,6 +36,7 @@ class RecurrentSpec:
         by_token: whether it computes the tokens of a prompt one after the other, so that a state has the same bits
             wherever a prompt is divided, not only at multiples of CHUNK, and whether it is a prompt's or generated.
         batch_invariant: whether the bits of a token depend on no other sequence of the step.
+        divided_norm: "module:Class" of the norm of a group of Mamba-2 that ranks divide.
     """
 
     name: str
@@ -45,6 +46,7 @@ class RecurrentSpec:
     keeps: bool = False
     by_token: bool = False
     batch_invariant: bool = False
+    divided_norm: str = "kernels.recurrent.pytorch.divided_norm:DividedNorm"
 
     def unsupported(self, problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
@@ -101,6 +103,7 @@ TRITON: Final = RecurrentSpec(
     _EQUAL_BITS,
     keeps=True,
     batch_invariant=True,
+    divided_norm="kernels.recurrent.gpu.divided_norm:DividedNorm",
 )
 """One or two launches for decode rows, a few for prompts. Tiles and the order of all sums depend on the shape alone."""
 
