@@ -20,10 +20,10 @@ from kernels.weights import Weight
 from model.families.table import FAMILIES
 from model.families.tensors import HEAD, Rewrite, Tensors
 from model.network.layers import DecoderLayer
-from model.network.matrix import Matrix
+from model.network.matrix import Matrix, shard, shard_sections
 from model.network.matrix_shapes import stacked_modules
 from model.network.new_parameters import stacked_rows
-from model.network.parallel import Section, sections, shard, shard_sections
+from model.network.parallel import Section, sections
 from model.network.spec import Attention
 
 if TYPE_CHECKING:

@@ -6,28 +6,23 @@
 
 Every rank has the whole embedding and residual stream, and computes the same tokens. A rank's part of a recurrent mixer
 is that of its heads or channels, with their convolution and states. Groups of Mamba-2 that are fewer than the ranks are
-on several of them; a norm of such a group needs the sum of squares of all ranks that have it. PyTorch is imported only
-by the function that needs it, because plans and sizes do without it.
+on several of them; a norm of such a group needs the sum of squares of all ranks that have it. This module
+imports neither PyTorch nor kernels, because plans and sizes do without them; `model.network.matrix` divides tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
 from model.network.spec import Attention, Dense
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from torch import Tensor
-
-    from kernels.weights import Weight
     from model.network.spec import Layer, Network
-
-Divisible = TypeVar("Divisible", "Tensor", "Weight")
 
 
 class Division(NamedTuple):
@@ -205,42 +200,6 @@ def _sections(layer: Layer, parameter: str) -> tuple[int, ...]:
         if (division := DIVISIONS.get(type(part))) is not None:
             found |= division.sections(part)
     return found.get(name, ())
-
-
-def shard(whole: Divisible, shape: Sequence[int], rank: int) -> Divisible:
-    """Return a rank's part of a tensor or matrix, a view.
-
-    Args:
-        whole: any shape.
-        shape: of the part. Dimensions that are smaller than those of `whole` are divided among the ranks. If there
-            is a remainder, the last part begins earlier and repeats the end of the one before.
-        rank: of the part.
-    """
-    for dim, (size, whole_size) in enumerate(zip(shape, whole.shape, strict=True)):
-        if size != whole_size:
-            whole = whole.narrow(dim, min(rank * size, whole_size - size), size)
-    return whole
-
-
-def shard_sections(whole: Divisible, of: Sequence[Section], rank: int) -> Divisible:
-    """Return a rank's rows of each section of a tensor or matrix; a view if there is one section, else a copy.
-
-    Args:
-        whole: [sum of whole, ...].
-        of: its sections, in order.
-        rank: of the part.
-    """
-    import torch  # noqa: PLC0415 - see the module's docstring
-
-    ends = itertools.accumulate(it.whole for it in of)
-    starts = [
-        end - it.whole + rank // it.num_ranks * it.rows for it, end in zip(of, ends, strict=True)
-    ]
-    if len(of) == 1:
-        return whole.narrow(0, starts[0], of[0].rows)
-    ranges = (torch.arange(it, it + section.rows) for it, section in zip(starts, of, strict=True))
-    index = torch.cat(list(ranges))
-    return whole[index] if isinstance(whole, torch.Tensor) else whole.permuted(index)
 
 
 def head_rows(vocab_size: int, size: int) -> int:

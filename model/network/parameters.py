@@ -12,9 +12,9 @@ from kernels.weight_format import LIBRARY_FORMATS, WeightFormat, unquantized
 from kernels.weights import Weight
 from model.network.initial_weights import initialize
 from model.network.layers import DecoderLayer, layer_formats
-from model.network.matrix import Matrix
+from model.network.matrix import Matrix, shard, shard_sections
 from model.network.new_parameters import norm_dtype
-from model.network.parallel import head_rows, sections, shard, shard_network, shard_sections
+from model.network.parallel import head_rows, sections, shard_network
 from model.network.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ class DecoderParameters(nn.Module):
         def part(name: str, values: Tensor) -> Tensor:
             layer, _, kind = name.removeprefix("layers.").partition(".")
             if kind:
-                pair = (it.layers[int(layer)] for it in (self.network, whole.network))
-                if found := sections(*pair, self.num_ranks, kind):
+                its, of_all = (it.network.layers[int(layer)] for it in (self, whole))
+                if found := sections(its, of_all, self.num_ranks, kind):
                     values = shard_sections(values, found, rank)
             return shard(values, own_shapes[name], rank)
 

@@ -1,4 +1,4 @@
-"""The RMS norm of a group of Mamba-2 whose elements several ranks have, in Triton: a launch on each side of the exchange.
+"""The RMS norm of a group of Mamba-2 that ranks divide, in Triton: a launch before and one after their exchange.
 
 Tiles and the order of sums depend on the number of elements alone, so a token's bits do not depend on other tokens.
 """

@@ -17,7 +17,7 @@ elements (`kernels.collective.one_shot`)."""
 
 
 class DividedNorm:
-    """Normalizes the elements of a group of which this rank has a part; see `Mamba2Shape`, with the norm after the gate.
+    """Normalizes this rank's elements of a group; the norm of `Mamba2Shape`, after the gate.
 
     Args:
         weight: [inner], of this rank's elements, which are those of one group.
@@ -46,7 +46,7 @@ class DividedNorm:
     def add_squares(self, y: Tensor, sums: Tensor) -> None:
         """Write sums of the squares of y, [T, inner], to `sums`, [T, PARTS] float32."""
         squares = functional.pad(y.float().square(), (0, -y.shape[1] % PARTS))
-        torch.sum(squares.unflatten(-1, (PARTS, -1)), -1, out=sums)
+        torch.sum(torch.unflatten(squares, -1, (PARTS, -1)), -1, out=sums)
 
     def normalize(self, y: Tensor, total: Tensor) -> Tensor:
         """Normalize y, [T, inner], by the sums of squares of all ranks of the group, [T, PARTS] float32."""

@@ -74,9 +74,7 @@ def test_a_token_has_the_same_bits_beside_others(target):
 
     for row in (0, 17, 32):
         alone, _ = computed(load(target), y[:, row : row + 1], weight, 2, 2)
-        assert all(
-            torch.equal(one[0], many[row]) for one, many in zip(alone, found, strict=True)
-        )
+        assert all(torch.equal(one[0], many[row]) for one, many in zip(alone, found, strict=True))
 
 
 def test_a_step_without_tokens_has_none_after_the_norm():

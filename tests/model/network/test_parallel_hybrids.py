@@ -12,8 +12,9 @@ from kernels.weight_format import FP8_ROWS
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model, load_part
 from model.decoder import DecoderLM
+from model.network.matrix import shard_sections
 from model.network.mixers import Mamba2, ShortConv
-from model.network.parallel import Section, shard_network, shard_sections
+from model.network.parallel import Section, shard_network
 from model.network.state import fixed_of
 from tests.model.checkpoint import format_samples
 from tests.model.checkpoint.hf_checkpoints import CASES
