@@ -38,7 +38,8 @@ class DividedNorm:
     def __call__(self, y: Tensor) -> Tensor:
         """Normalize y, [..., inner] contiguous, which may be overwritten."""
         rows = y.view(-1, y.shape[-1])
-        sums = torch.zeros(len(rows), self._groups, PARTS, dtype=torch.float32, device=y.device)
+        new = torch.empty if self._groups == 1 else torch.zeros
+        sums = new(len(rows), self._groups, PARTS, dtype=torch.float32, device=y.device)
         self.add_squares(rows, sums[:, self._group])
         total = self._communicator.all_reduce(sums.flatten(1)).view_as(sums)
         return self.normalize(rows, total[:, self._group]).view_as(y)
