@@ -16,6 +16,7 @@ from kernels.torch_private import share_memory
 _MOST_BYTES: Final = 2 << 20
 """Largest tensor: each rank reads all parts, where NCCL's algorithms for large tensors send each byte twice at most."""
 _MOST_PROGRAMS: Final = 512
+_NUMBER_BYTES: Final = (2, 4)
 _WARPS_PER_SM: Final = 32
 """All programs of a launch run at once: from sm_80 on an SM has room for 32 warps of at most 64 registers a thread."""
 _SUM_WARPS: Final = 4
@@ -47,7 +48,9 @@ class OneShotSum:
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self._ranks = {"RANK": rank, "SIZE": size}
-        self._summed, self._normalized = _Slots(size, device), _Slots(size, device)
+        # Launches for numbers of two sizes would divide the same slots among programs in two ways.
+        self._summed = {it: _Slots(size, device) for it in _NUMBER_BYTES}
+        self._normalized = _Slots(size, device)
         self._row_bytes: int | None = None
         self.most_warps = _WARPS_PER_SM * detect(device).num_sms
 
@@ -68,7 +71,7 @@ class OneShotSum:
         x = x.contiguous()
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         sum_ranks[(-(-x.numel() // BLOCK.value),)](
-            x, out, *self._summed.arguments, x.numel() // VECTOR.value,
+            x, out, *self._summed[x.element_size()].arguments, x.numel() // VECTOR.value,
             **self._ranks, HALF=_MOST_BYTES // x.element_size(), num_warps=_SUM_WARPS,
         )  # fmt: skip
         return out

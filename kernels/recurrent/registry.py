@@ -38,6 +38,7 @@ class RecurrentSpec:
         batch_invariant: whether the bits of a token depend on no other sequence of the step.
         several_queries: whether sequences that `Segments` has as prompts may be decode rows with a draft, whose tokens
             have the bits of rows of one token.
+        divided_norm: "module:Class" of the norm of a group of Mamba-2 that ranks divide.
     """
 
     name: str
@@ -48,6 +49,7 @@ class RecurrentSpec:
     by_token: bool = False
     batch_invariant: bool = False
     several_queries: bool = False
+    divided_norm: str = "kernels.recurrent.pytorch.divided_norm:DividedNorm"
 
     def unsupported(self, problem: RecurrentProblem, arch: GPUArch) -> tuple[str, ...]:
         """List why it cannot compute a problem on a processor; empty if it can."""
@@ -104,6 +106,7 @@ TRITON: Final = RecurrentSpec(
     _EQUAL_BITS,
     keeps=True,
     batch_invariant=True,
+    divided_norm="kernels.recurrent.gpu.divided_norm:DividedNorm",
 )
 """One or two launches for decode rows, a few for prompts. Tiles and the order of all sums depend on the shape alone."""
 

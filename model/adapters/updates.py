@@ -11,8 +11,8 @@ from model.checkpoint.parameter_parts import ParameterPart, named_parts
 from model.decoder import DecoderLM
 from model.errors import AdapterError
 from model.network.adapter_slots import Update, Updates
+from model.network.matrix import shard
 from model.network.matrix_shapes import MatrixShape, matrix_shapes
-from model.network.parallel import shard
 
 if TYPE_CHECKING:
     from torch import Tensor

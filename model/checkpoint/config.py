@@ -29,6 +29,7 @@ from model.families.table import FAMILIES
 from model.families.tensors import Rewrite, Tensors
 from model.families.unlisted import HINT, NAME, ModelBackend, find_family
 from model.json_input import read_json_object, shorten
+from model.network.parallel import parallel_unsupported
 from model.network.spec import Network
 
 CONFIG: Final = "config.json"
@@ -225,33 +226,7 @@ class ModelConfig:
 
     def parallel_unsupported(self, size: int) -> tuple[str, ...]:
         """List why `size` ranks cannot share the model; empty if they can."""
-        if size == 1:
-            return ()
-        if others := self.network.other_mixers:
-            return tuple(f"no tensor parallelism of {name}" for name in others)
-        divided = dict.fromkeys(
-            it
-            for layer in self.network.layers
-            for it in (
-                (layer.mixer.num_kv_heads, "key-value heads"),
-                (layer.mlp.inner, "columns of the MLP"),
-            )
-        )
-        sublayers = {
-            "per-layer inputs": self.network.per_layer,
-            "several residual streams": self.network.streams,
-        }
-        if found := [name for name, part in sublayers.items() if part is not None]:
-            return tuple(f"no tensor parallelism of {name}" for name in found)
-        joint = any(mixer.joint_qk_norm for mixer in self.network.attentions)
-        return (
-            *(
-                f"{size} is no divisor of its {count} {what}"
-                for count, what in divided
-                if count % size
-            ),
-            *(("its norms of queries and keys are of all heads",) * joint),
-        )
+        return parallel_unsupported(self.network, size)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `config.json`, without the compression of the checkpoint that it was read from."""

@@ -8,8 +8,9 @@ of the checkpoint (`model.families.tensors.Rewrite`); saving does the reverse.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 from kernels.weights import Weight
 from model.families.tensors import CONVOLUTION, HEAD, Rewrite, Tensors
 from model.network.layers import DecoderLayer
-from model.network.matrix import Matrix
+from model.network.matrix import Matrix, shard, shard_sections
 from model.network.matrix_shapes import stacked_modules
 from model.network.new_parameters import stacked_rows
-from model.network.parallel import shard
+from model.network.parallel import Section, sections
 from model.network.spec import Attention
 
 if TYPE_CHECKING:
@@ -52,12 +53,25 @@ class Rows:
         factor: multiplies them as they are loaded.
         offset: added to them then.
         order: for each row of a head its index in the checkpoint, the same in all heads; None for no other order.
+        sections: how ranks divide the rows; empty if they divide them by the number of rows alone.
     """
 
     count: int
     factor: float = 1.0
     offset: float = 0.0
     order: tuple[int, ...] | None = None
+    sections: tuple[Section, ...] = ()
+
+    @property
+    def stored_count(self) -> int:
+        """The number of rows in the checkpoint, of which a rank may have a part."""
+        return sum(it.whole for it in self.sections) or self.count
+
+    def of_rank(self, stored: StoredValues, columns: tuple[int, ...], rank: int) -> StoredValues:
+        """Return a rank's rows and columns of the module, as the checkpoint holds them."""
+        if self.sections:
+            stored = shard_sections(stored, self.sections, rank)
+        return shard(stored, (self.count, *columns), rank)
 
     def loaded(self, stored: StoredValues) -> StoredValues:
         """Return the rows of a checkpoint as the model holds them."""
@@ -149,7 +163,7 @@ class ParameterPart:
             stored = taps.flatten(1)
         columns: tuple[int, ...] = tuple(self.values.shape[1:])
         return [
-            rows.loaded(shard(module, (rows.count, *columns), rank))
+            rows.loaded(rows.of_rank(module, columns, rank))
             for rows, module in zip(self.rows, self._modules(stored), strict=True)
         ]
 
@@ -180,15 +194,14 @@ class ParameterPart:
         return whole
 
     def _indices(self, count: int) -> list[Tensor]:
-        """Return the rows of each module in `count` rows of the checkpoint; their ratios are those of the part."""
-        counts = [rows.count for rows in self.rows]
+        """Return the rows of each module in `count` rows of the checkpoint."""
+        counts = [rows.stored_count for rows in self.rows]
         index = torch.arange(count)
         if self.gated_by is not None:
             queries, gates = index.view(-1, 2, self.gated_by).unbind(1)
             return [gates.flatten(), queries.flatten()]
         if self.grouped_by is None:
-            ranks = count // sum(counts)
-            return list(index.split_with_sizes([it * ranks for it in counts]))
+            return list(index.split_with_sizes(counts))
         heads = [it // counts[-1] for it in counts]
         groups = index.view(-1, sum(heads), self.grouped_by)
         return [it.flatten() for it in groups.split_with_sizes(heads, 1)]
@@ -227,7 +240,9 @@ def named_parts(model: DecoderLM) -> dict[str, ParameterPart]:
             parts[name] = ParameterPart(parameter, square, (Rows(size),))
     for index, layer in enumerate(model.decoder_layers):
         prefix = f"{tensors.prefix}{tensors.layers}{index}."
-        for name, part in _layer_parts(layer, f"layers.{index}.", tensors, rewrites):
+        whole = model.whole_network.layers[index]
+        divided = functools.partial(sections, layer.spec, whole, model.num_ranks)
+        for name, part in _layer_parts(layer, f"layers.{index}.", tensors, rewrites, divided):
             parts[prefix + name] = part
     add("norm", "norm_bias", HEAD, f"{HEAD}_bias")
     return parts
@@ -257,9 +272,21 @@ def _rows(
 
 
 def _layer_parts(
-    layer: DecoderLayer, prefix: str, tensors: Tensors, rewrites: Mapping[str, Rewrite]
+    layer: DecoderLayer,
+    prefix: str,
+    tensors: Tensors,
+    rewrites: Mapping[str, Rewrite],
+    divided: Callable[[str], tuple[Section, ...]],
 ) -> Iterator[tuple[str, ParameterPart]]:
-    """Yield the name of each tensor of a layer, after the layer's index, and what holds it."""
+    """Yield the name of each tensor of a layer, after the layer's index, and what holds it.
+
+    Args:
+        layer: of a rank.
+        prefix: of the names of its parameters.
+        tensors: of the family.
+        rewrites: of the modules.
+        divided: returns the sections of a parameter.
+    """
     head_dim = norm_dim = gate_dim = None
     orders: dict[str, tuple[int, ...] | None] = {}
     mixer = next((it for it in layer.spec.mixers if isinstance(it, Attention)), None)
@@ -279,11 +306,16 @@ def _layer_parts(
         stacked = _XIELU if base == "activation" else stacked_modules(base, len(counts))
         modules = dict(zip(stacked, counts, strict=True))
         grouped_by = head_dim if base == "qkv" else None
+        of_modules = _by_module(divided(parameter), modules)
         start = 0
         for name, group in itertools.groupby(modules, tensors.layer_modules.__getitem__):
             same = tuple(group)
             rows = tuple(
-                _rows(modules[it], rewrites.get(it), suffix, orders.get(it)) for it in same
+                dataclasses.replace(
+                    _rows(modules[it], rewrites.get(it), suffix, orders.get(it)),
+                    sections=of_modules[it],
+                )
+                for it in same
             )
             count = sum(it.count for it in rows)
             part = values.narrow(0, start, count)
@@ -303,6 +335,21 @@ def _layer_parts(
                 ),
             )
             start += count
+
+
+def _by_module(
+    divided: tuple[Section, ...], modules: Mapping[str, int]
+) -> dict[str, tuple[Section, ...]]:
+    """Return the sections of each of the modules with these numbers of rows."""
+    if not divided:
+        return dict.fromkeys(modules, ())
+    ends = itertools.accumulate(modules.values())
+    rows = [0, *itertools.accumulate(it.rows for it in divided)]
+    places = [0, *(rows.index(end) for end in ends)]
+    return {
+        name: divided[start:stop]
+        for name, (start, stop) in zip(modules, itertools.pairwise(places), strict=True)
+    }
 
 
 def unread_names(network: Network, tensors: Tensors) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ def _fill_dt_bias(parameter: Tensor, _generator: torch.Generator | None) -> None
     parameter.copy_(steps + (-(-steps).expm1()).log())
 
 
-_RECURRENT: Final[dict[str, Callable[[Tensor, torch.Generator | None], None]]] = {
+_Fill: TypeAlias = Callable[[Tensor, "torch.Generator | None"], None]
+_RECURRENT: Final[dict[str, _Fill]] = {
     "conv": _fill_conv,
     "a_log": _fill_a_log,
     "dt_bias": _fill_dt_bias,
@@ -64,11 +65,14 @@ def initialize(
         shard: returns the model's part of a whole parameter, by its name; with `shapes`.
     """
 
-    def normal(name: str, parameter: Tensor | Weight, dtype: torch.dtype) -> Tensor:
+    def filled(name: str, parameter: Tensor | Weight, dtype: torch.dtype, fill: _Fill) -> Tensor:
         shape = parameter.shape if shapes is None else shapes[name]
         values = torch.empty(shape, dtype=dtype, device=device)
-        values.normal_(0.0, std, generator=generator)
+        fill(values, generator)
         return values if shard is None else shard(name, values)
+
+    def normal(values: Tensor, its: torch.Generator | None) -> None:
+        values.normal_(0.0, std, generator=its)
 
     device = next(model.parameters()).device
     matrices = {
@@ -78,14 +82,13 @@ def initialize(
     }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (recurrent := _RECURRENT.get(name.rpartition(".")[2])) is not None:
-                recurrent(parameter, generator)
-            elif (matrix := matrices.get(name)) is not None:
-                matrix.copy_(Weight.full(normal(name, matrix, torch.float32)))
-            elif parameter.ndim > 1 and shapes is not None:
-                parameter.copy_(normal(name, parameter, parameter.dtype))
-            elif parameter.ndim > 1:
-                parameter.normal_(0.0, std, generator=generator)
+            fill = _RECURRENT.get(name.rpartition(".")[2], normal if parameter.ndim > 1 else None)
+            if (matrix := matrices.get(name)) is not None:
+                matrix.copy_(Weight.full(filled(name, matrix, torch.float32, normal)))
+            elif fill is not None and shapes is not None:
+                parameter.copy_(filled(name, parameter, parameter.dtype, fill))
+            elif fill is not None:
+                fill(parameter, generator)
             elif name.endswith("bias"):
                 parameter.zero_()
             else:

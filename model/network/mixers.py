@@ -119,6 +119,7 @@ class Mamba2:
         conv_bias: whether the convolution has a bias.
         bias: whether the product that reads the stream has one.
         output_bias: whether the product that adds to it has one.
+        norm_ranks: ranks that follow each other and have one group of the norm together, which is after the gate then.
     """
 
     num_heads: int
@@ -136,6 +137,7 @@ class Mamba2:
     conv_bias: bool = field(default=True, metadata={"text": "Mamba-2 without a convolution bias"})
     bias: bool = field(default=False, metadata={"text": "bias of the inputs of Mamba-2"})
     output_bias: bool = field(default=False, metadata={"text": "bias of the result of Mamba-2"})
+    norm_ranks: int = field(default=1, metadata={"text": "norm of Mamba-2 over {} ranks"})
 
     @property
     def channels(self) -> int:

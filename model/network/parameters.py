@@ -12,9 +12,9 @@ from kernels.weight_format import LIBRARY_FORMATS, WeightFormat, unquantized
 from kernels.weights import Weight
 from model.network.initial_weights import initialize
 from model.network.layers import DecoderLayer, layer_formats
-from model.network.matrix import Matrix
-from model.network.new_parameters import norm_dtype, stacked_rows
-from model.network.parallel import head_rows, shard, shard_network, shard_stacked
+from model.network.matrix import Matrix, shard, shard_sections
+from model.network.new_parameters import norm_dtype
+from model.network.parallel import head_rows, sections, shard_network
 from model.network.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -159,13 +159,11 @@ class DecoderParameters(nn.Module):
 
         def part(name: str, values: Tensor) -> Tensor:
             layer, _, kind = name.removeprefix("layers.").partition(".")
-            stacked = [
-                stacked_rows(network.layers[int(layer)], kind) if kind else None
-                for network in (whole.network, self.network)
-            ]
-            if stacked[0] is None or stacked[1] is None:
-                return shard(values, own_shapes[name], rank)
-            return shard_stacked(values, stacked[0], stacked[1], rank)
+            if kind:
+                its, of_all = (it.network.layers[int(layer)] for it in (self, whole))
+                if found := sections(its, of_all, self.num_ranks, kind):
+                    values = shard_sections(values, found, rank)
+            return shard(values, own_shapes[name], rank)
 
         initialize(self, std, generator, shapes, part)
 

@@ -72,7 +72,7 @@ class EngineSettings:
         max_cpu_loras: most adapters in the memory of the host, those in slots and those that are being read included;
             default: four times --max-loras.
         tensor_parallel: number of GPUs that share the model, each with a part of every layer; a divisor of the model's
-            key-value heads.
+            key-value heads, and of the heads or channels of recurrent layers.
         unmeasured_kernels: allow kernels where they were not measured: `blackwell_prefill` on sm_100 and sm_103 and
             decoding one sequence in one launch on sm_100 to sm_121, which no GPU has run; on sm_90
             `hopper_keys_on_m_decode` for other head dims than 64 or more than 8 query heads for each key-value head;

@@ -43,6 +43,7 @@ _MODULES = (
     "kernels.linear.gpu.invariant",
     "kernels.linear.gpu.lora",
     "kernels.collective.one_shot",
+    "kernels.recurrent.gpu.divided_norm",
     "kernels.recurrent.gpu.gated_delta",
     "kernels.recurrent.gpu.mamba2",
     "kernels.recurrent.gpu.short_conv",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from kernels.recurrent.problem import (
     GatedDeltaShape,
@@ -24,6 +24,8 @@ from model.network.mixers import GatedDelta, Mamba2, Parallel, ShortConv
 from model.network.state import fixed_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kernels import GPUArch
@@ -45,8 +47,10 @@ _SHAPES: Final[dict[type, type[Any]]] = {
 
 
 def recurrent_shape(mixer: RecurrentMixer) -> RecurrentShape:
-    """Return a mixer as kernels see it: without what only its products have."""
+    """Return a mixer as kernels see it: without what only its products have, and without a norm that ranks divide."""
     kind = _SHAPES[type(mixer)]
+    if _divides_norm(mixer):
+        mixer = dataclasses.replace(mixer, eps=None)
     shape: RecurrentShape = kind(
         **{it.name: getattr(mixer, it.name) for it in dataclasses.fields(kind)}
     )
@@ -87,6 +91,28 @@ class Kernel(Protocol):
         """Compute whole sequences, [B, L, ...], from states of zeros: [B, L, inner]; differentiable."""
 
 
+class _Normalized(NamedTuple):
+    """A `Kernel` with a norm of its results, which ranks divide."""
+
+    kernel: Kernel
+    norm: Callable[[Tensor], Tensor]
+
+    def __call__(
+        self,
+        projected: Tensor,
+        gates: Tensor | None,
+        states: tuple[Tensor, ...],
+        segments: Segments,
+        /,
+    ) -> Tensor:
+        """See `Kernel.__call__`."""
+        return self.norm(self.kernel(projected, gates, states, segments))
+
+    def dense(self, projected: Tensor, gates: Tensor | None, /) -> Tensor:
+        """See `Kernel.dense`."""
+        return self.norm(self.kernel.dense(projected, gates))
+
+
 class BoundRecurrent(NamedTuple):
     """A recurrent mixer with its products.
 
@@ -111,7 +137,17 @@ class BoundRecurrent(NamedTuple):
             spec, binder.model.dtype_name, binder.model.arch, trainable=binder.is_trainable
         )
         shape = recurrent_shape(spec)
-        made: Kernel = load(choice.spec.targets[type(shape)])(shape, _weights(binder.layer))
+        weights, divided_norm = _weights(binder.layer), None
+        if _divides_norm(spec):
+            communicator = binder.model.communicator
+            assert communicator is not None
+            divided_norm = load(choice.spec.divided_norm)(
+                weights.norm, spec.eps, spec.norm_ranks, communicator
+            )
+            weights = weights._replace(norm=None)
+        made: Kernel = load(choice.spec.targets[type(shape)])(shape, weights)
+        if divided_norm is not None:
+            made = _Normalized(made, divided_norm)
         if not isinstance(spec, GatedDelta):
             return cls(made, binder.reading("input"), binder.adding("mixed"))
         gates = binder.reading("gates") if binder.has("gates") else None
@@ -134,6 +170,10 @@ class BoundRecurrent(NamedTuple):
             start, count = self.sizes
             projected, gates = projected[..., :start], projected[..., start : start + count]
         return recur(index, self.kernel, projected, gates), residual
+
+
+def _divides_norm(mixer: RecurrentMixer) -> TypeGuard[Mamba2]:
+    return isinstance(mixer, Mamba2) and mixer.norm_ranks > 1
 
 
 def _weights(layer: DecoderLayer) -> RecurrentWeights:

@@ -96,7 +96,9 @@ MIXERS: Final[dict[type, MixerSpec]] = {
     ),
     ShortConv: _recurrent("bias"),
     GatedDelta: _recurrent(),
-    Mamba2: _recurrent("norm_before_gate", "dt_limits", "conv_bias", "bias", "output_bias"),
+    Mamba2: _recurrent(
+        "norm_before_gate", "dt_limits", "conv_bias", "bias", "output_bias", "norm_ranks"
+    ),
     Parallel: MixerSpec(BoundParallel.bind, begin_both, begin_dense_both, {}),
 }
 MLPS: Final[dict[type, MLPSpec]] = {

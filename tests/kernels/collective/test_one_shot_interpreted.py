@@ -22,8 +22,8 @@ MOST_BYTES = 2 << 20
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_have_the_sums_in_the_order_of_the_ranks_and_their_norms(size, tmp_path):
     for rank in range(size):
-        for launches in range(2):
-            with (tmp_path / f"memory-{rank}-{launches}").open("wb") as file:
+        for number in range(3):
+            with (tmp_path / f"memory-{rank}-{number}").open("wb") as file:
                 file.truncate(2 * MOST_BYTES + 4 * 512 * size)
     command = (sys.executable, "-m", "tests.kernels.collective.interpreted_ranks")
 
@@ -40,6 +40,10 @@ def test_all_ranks_have_the_sums_in_the_order_of_the_ranks_and_their_norms(size,
         for rank in range(size):
             expected += part(rank, launch).float()
         assert all(torch.equal(it[launch][0], expected) for it in found), launch
+        squares = torch.zeros(SIZES[launch])
+        for rank in range(size):
+            squares += part(rank, launch).float().square()
+        assert all(torch.equal(it[launch][3], squares) for it in found), launch
         stream = hidden(launch)
         total = torch.zeros(stream.shape)
         for rank in range(size):

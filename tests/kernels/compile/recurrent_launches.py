@@ -7,7 +7,9 @@ from unittest import mock
 
 import torch
 
+from kernels.collective.communicator import AbsentRanks
 from kernels.recurrent.gpu import gated_delta
+from kernels.recurrent.gpu.divided_norm import DividedNorm
 from kernels.recurrent.gpu.mamba2 import Mamba2
 from kernels.recurrent.gpu.short_conv import ShortConv
 from kernels.recurrent.problem import (
@@ -35,6 +37,7 @@ MAMBA2 = {
     ("8 groups",): Mamba2Shape(64, 64, 128, 8, 4, 1e-5),
     ("norm before the gate",): Mamba2Shape(64, 64, 64, 1, 4, 1e-5, norm_before_gate=True),
     ("heads of 32", "states of 16"): Mamba2Shape(24, 32, 16, 1, 4, 1e-5, conv_bias=False),
+    ("divided norm", "no norm"): Mamba2Shape(32, 64, 128, 1, 4, None),
 }
 """Shapes of Mamba-2 by the features of a job."""
 
@@ -95,7 +98,9 @@ def launch_mamba2(job: Any, _pdl: bool) -> None:
     projected = torch.empty(
         (1 + job.tokens, shape.inner + shape.channels + shape.num_heads), dtype=numbers
     )
-    Mamba2(shape, weights)(projected, None, states, _segments(job))
+    y = Mamba2(shape, weights)(projected, None, states, _segments(job))
+    if "divided norm" in job.around:
+        DividedNorm(torch.empty(shape.inner, dtype=numbers), 1e-5, 2, AbsentRanks(2))(y)
 
 
 def launch_short_conv(job: Any, _pdl: bool) -> None:

@@ -24,6 +24,8 @@ MOST_SPILLED_KEEPING = 8
 
 def kernels(around):
     """Return the kernels that a mixer launches."""
+    if "divided norm" in around:
+        return "add_squares", "normalize_part"
     return *STEPS, *BLOCKS, *(() if "no norm" in around else ("normalize_tokens",))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from model.checkpoint.parameter_parts import ParameterPart, Rows
+from model.network.parallel import Section
 
 HEADS, KV_HEADS, DIM, COLUMNS = 4, 2, 6, 5
 ORDER = (0, 2, 4, 1, 3, 5)
@@ -61,7 +62,10 @@ def test_a_rank_gets_its_heads_of_each_module(rows, grouped_by):
     stored = torch.randn(48, COLUMNS)
     whole = part(rows, grouped_by=grouped_by)
     whole.load(stored)
-    halves = [Rows(it.count // 2, order=it.order) for it in rows]
+    halves = [
+        Rows(it.count // 2, order=it.order, sections=(Section(it.count // 2, it.count, 1),))
+        for it in rows
+    ]
 
     for rank in range(2):
         held = part(tuple(halves), (24, COLUMNS), grouped_by=grouped_by)
@@ -69,3 +73,15 @@ def test_a_rank_gets_its_heads_of_each_module(rows, grouped_by):
 
         modules = whole.values.split([it.count for it in rows])
         assert torch.equal(held.values, torch.cat([it.chunk(2)[rank] for it in modules]))
+
+
+def test_a_rank_gets_its_rows_of_each_section_of_a_module():
+    stored = torch.arange(20.0)
+    sections = Section(4, 8, 1), Section(2, 4, 1), Section(8, 8, 2)
+
+    for rank in range(2):
+        held = part((Rows(14, sections=sections),), (14,))
+        held.load(stored, rank)
+
+        ranges = range(4 * rank, 4 * rank + 4), range(8 + 2 * rank, 10 + 2 * rank), range(12, 20)
+        assert held.values.tolist() == [float(it) for their in ranges for it in their]

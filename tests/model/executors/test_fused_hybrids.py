@@ -1,8 +1,9 @@
-"""Layers of Qwen3.5: one product of all that reads the stream, and the kernels of a GPU in Triton's interpreter."""
+"""Layers of hybrids: one product of all that reads the stream, and the kernels of a GPU in Triton's interpreter."""
 
 import pytest
 import torch
 
+from kernels.collective.communicator import AbsentRanks
 from kernels.linear.around import multiply_by_sigmoid_on_gpu
 from kernels.stacked import ROW_MULTIPLE
 from kernels.weight_format import FP8_ROWS, INT8_GROUPS, WeightFormat
@@ -31,12 +32,37 @@ CONFIG = {
     "linear_value_head_dim": 16,
     "max_position_embeddings": 128,
 }
+_MAMBA = {
+    "vocab_size": 24,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_expand": 1,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 128,
+}
+SHARED = {
+    "qwen3.5": CONFIG | {"num_key_value_heads": 2},
+    "granite4": _MAMBA | {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_local_experts": 0,
+        "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"],
+    },
+    "falcon h1": _MAMBA | {
+        "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 64, "head_dim": 16,
+        "intermediate_size": 32, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+    },
+}  # fmt: skip
 ROWS = 2 * 2 * 16 + 2 * 4 * 16, 2 * 4
 """Of the matrix of queries, keys, values and z, and of that of the gates."""
 
 
-def build(weight_format=None, dtype=torch.float32, config=CONFIG):
-    made = DecoderLM(ModelConfig.from_dict(config), dtype, weight_format=weight_format)
+def build(weight_format=None, dtype=torch.float32, config=CONFIG, communicator=None):
+    made = DecoderLM(
+        ModelConfig.from_dict(config), dtype, weight_format=weight_format, communicator=communicator
+    )
     made.init_weights(std=0.15, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -83,6 +109,20 @@ def test_layers_on_a_gpu_in_fp8_match_separate_operations(on_a_gpu):
     found = drive(optimized(build(FP8_ROWS)), (1, 3))
 
     assert_close(found, expected, 1e-3)
+
+
+@triton_interpreter.interpreted
+@pytest.mark.parametrize("name", SHARED)
+def test_a_rank_on_a_gpu_matches_separate_operations(name, on_a_gpu):
+    """Of two ranks that have the same part."""
+    expected = drive(build(config=SHARED[name], communicator=AbsentRanks(2)), (1, 3))
+    on_a_gpu()
+    fused = optimized(build(config=SHARED[name], communicator=AbsentRanks(2)))
+
+    with triton_interpreter.poisoned_memory():
+        found = drive(fused, (1, 3))
+
+    assert_close(found, expected, 1e-4)
 
 
 @pytest.mark.parametrize("form", [None, FP8_ROWS, INT8_GROUPS], ids=["full", "fp8", "int8"])

@@ -252,14 +252,6 @@ def test_mixtures_of_experts_are_other_architectures(architecture, model_type):
         ModelConfig.from_dict({"architectures": [architecture], "model_type": model_type})
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_ranks_are_refused_by_the_kind_of_layer(name):
-    config = ModelConfig.from_dict(CASES[name].content)
-    kind = {"qwen3.5": "GatedDelta", "lfm2": "ShortConv"}.get(name, "Mamba2")
-
-    assert config.parallel_unsupported(2) == (f"no tensor parallelism of {kind}",)
-
-
 def test_parameters_of_the_decay_are_float32_in_every_model(tmp_path):
     oracle = CASES["qwen3.5"].save(tmp_path)
 

@@ -31,6 +31,7 @@ from model.executors.layers.recurrent import state_kernels
 from model.executors.single_launch import exact_rows
 from model.modules import load_modules, with_modules
 from model.network.matrix_shapes import slot_bytes
+from model.network.parallel import shard_network
 from model.network.state import quantized_kv_dtype
 from model.progress import Progress, bytes_text
 from server.engine.core.adapter_pool import AdapterPool
@@ -285,7 +286,8 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
         if not has_products:
             dtype = resolve_dtype(config.dtype, model_config, device)
         name = str(dtype).removeprefix("torch.")
-        chunk = state_kernels(model_config.network, name, detect(device)).chunk
+        network = shard_network(model_config.network, config.tensor_parallel)
+        chunk = state_kernels(network, name, detect(device)).chunk
         limits = step_limits(config, model_config, detect(device), chunk)
         threads = _set_threads(config, device, native=in_library or has_products)
         set_num_threads(threads)
