@@ -14,7 +14,11 @@ from model.network.spec import Attention
 from model.network.sublayers import Laurel, PerLayerInput
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kernels.arch import GPUArch
+    from kernels.recurrent.registry import RecurrentSpec
+    from kernels.selection import Choice
     from model.executors.columns import Bucket
     from model.executors.executor import ModelProblem
 
@@ -55,19 +59,25 @@ def nondeterministic(network: spec.Network, dtype: str, arch: GPUArch) -> tuple[
     # PyTorch's products of several streams have other bits beside other rows.
     found = [] if network.streams is None else ["no deterministic AltUp"]
     found += _inexact(network) if arch.is_cpu else []
-    for mixer in dict.fromkeys(mixer for it in network.layers for mixer in it.mixers):
-        row = MIXERS.get(type(mixer))
-        if isinstance(mixer, Attention) or row is None:
-            continue
-        name = f"no deterministic {type(mixer).__name__}"
-        if row.choice is None:
+    for mixer, choice in _other_kernels(network, dtype, arch):
+        name = f"no deterministic {mixer}"
+        if choice is None:
             found.append(name)
-            continue
-        choice = row.choice(mixer, dtype, arch)
-        if not choice.spec.batch_invariant:
+        elif not choice.spec.batch_invariant:
             why = f"{choice.spec.name} is not batch invariant"
             found.append(f"{name}: {'; '.join((why, *map(str, choice.refusals)))}")
     return tuple(dict.fromkeys(found))
+
+
+def _other_kernels(
+    network: spec.Network, dtype: str, arch: GPUArch
+) -> Iterator[tuple[str, Choice[RecurrentSpec] | None]]:
+    """Yield the names of mixers other than attention, and their kernels; None for one that has no registry."""
+    for mixer in dict.fromkeys(mixer for it in network.layers for mixer in it.mixers):
+        row = MIXERS.get(type(mixer))
+        if not isinstance(mixer, Attention) and row is not None:
+            choice = None if row.choice is None else row.choice(mixer, dtype, arch)
+            yield type(mixer).__name__, choice
 
 
 def _inexact(network: spec.Network) -> list[str]:
@@ -98,18 +108,12 @@ def _inexact(network: spec.Network) -> list[str]:
 
 def _no_drafts(problem: ModelProblem, *, chained: bool) -> tuple[str, ...]:
     """List the mixers that cannot compute rows with drafts, or `chained` ones."""
-    found: dict[str, None] = {}
-    for mixer in dict.fromkeys(mixer for it in problem.network.layers for mixer in it.mixers):
-        if isinstance(mixer, Attention):
-            continue
-        row = MIXERS.get(type(mixer))
-        choice = None if row is None or row.choice is None else row.choice
-        takes = (
-            choice is not None and choice(mixer, problem.dtype, problem.arch).spec.several_queries
-        )
-        if chained or not takes:
-            found[f"no {type(mixer).__name__} of drafts"] = None
-    return tuple(found)
+    found = (
+        f"no {mixer} of drafts"
+        for mixer, choice in _other_kernels(problem.network, problem.dtype, problem.arch)
+        if chained or choice is None or not choice.spec.several_queries
+    )
+    return tuple(dict.fromkeys(found))
 
 
 def _layer_norms(network: spec.Network) -> tuple[str, ...]:
