@@ -166,5 +166,8 @@ def deterministic_unsupported(
         for _ in layer_kernels(model, bucket, arch, block_size, kv_dtype):
             pass  # chosen
     except NoKernelError as error:
-        return (*reasons, str(error))
+        text = str(error)
+        if arch.is_cpu:  # without the reasons of the kernels for GPUs
+            text = f"{text.partition(': ')[0]}: set --quantization int8 or int4 where weights are full numbers"
+        return (*reasons, text)
     return reasons

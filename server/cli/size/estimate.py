@@ -202,7 +202,7 @@ def _memory(
         kv_bytes_per_token=state.token_bytes,
         kv_tokens=size.num_blocks * config.block_size,
         kv_why=size.why,
-        state_bytes=(limits.max_num_seqs + size.num_snapshots) * demand.slot_bytes,
+        state_bytes=(demand.num_running_slots + size.num_snapshots) * demand.slot_bytes,
         state_snapshots=size.num_snapshots,
         adapter_bytes=adapter_bytes,
     )

@@ -276,7 +276,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks, block_size, enable_prefix_caching, reserve, num_slots, chunk, keeps_inside
         )
         if manager.slots is not None:
-            manager.slots.takes_drafts = True
+            manager.slots.reserve_for_drafts(min(3, num_slots - max_num_seqs))
         self.chunk = chunk if num_slots else 1
         budget = max_num_seqs + self.chunk - 1 + spare_budget
         most = None if prefill_budget is None else budget + prefill_budget

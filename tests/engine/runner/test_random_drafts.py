@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from server.engine.core.schedule.draft import NUM_MATCH_CLASSES, Draft
 from tests.engine.runner.drafts import WAYS, requests
-from tests.engine.runner.test_engine_model import assert_all_free, make_engine
+from tests.engine.runner.test_engine_model import assert_all_free, greedy, make_engine
 from tests.model.checkpoint.hf_checkpoints import CASES
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
@@ -18,6 +18,7 @@ MOST = 7
 LIMITS = {
     "roomy": {},
     "short steps, chunks": {"max_num_seqs": 3, "max_num_batched_tokens": 11},
+    "few slots": {"max_num_seqs": 4, "state_snapshots": 0, "max_draft_tokens": 2},
     "preemptions": {
         "kv_cache_tokens": 168,
         "max_num_seqs": 8,
@@ -162,6 +163,34 @@ def test_right_drafts_are_kept(engines, name):
     after = engine.engine.stats()
     kept = after.num_accepted_tokens - before.num_accepted_tokens
     assert kept == after.num_draft_tokens - before.num_draft_tokens > 100
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong"])
+def test_drafts_cost_no_prefix_hit(engines, tmp_path, kind):
+    write("granite4", tmp_path)
+
+    def hits(most):
+        rng = random.Random(9)
+        limits = {"max_num_seqs": 2, "block_size": 8, "state_snapshots": 8}
+        engine = make_engine(tmp_path, dtype="auto", quantization="int8", **limits)
+        drafts = engine.engine._scheduler.drafts
+        drafts.most = most
+        for it in drafts.kinds:
+            it.costs.note, it.costs.seconds = lambda *_: None, lambda _: 1.0
+        texts, prompts = {}, [[rng.randrange(VOCAB_SIZE) for _ in range(30)] for _ in range(3)]
+        drafts.drafter = Proposer(texts, [(kind, MOST, 1)])
+        for turn in range(4):
+            for i, prompt in enumerate(prompts):
+                texts[10 * turn + i] = [7] * 12
+                found = engine.generate([greedy(10 * turn + i, prompt, 12, logit_bias={7: 100.0})])[
+                    0
+                ]
+                prompts[i] = [*prompt, *(it.token_id for it in found), *range(turn, turn + 9)]
+        stats = engine.engine.stats()
+        assert bool(stats.num_draft_tokens) == bool(most)
+        return stats.prefix_cache_hit_tokens
+
+    assert hits(MOST) == hits(0) > 0
 
 
 @settings(max_examples=24)

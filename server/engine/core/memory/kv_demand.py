@@ -62,6 +62,7 @@ class KVCacheDemand:
         slot_bytes: bytes of a slot for states of fixed size, which the cache has beside its blocks; 0 if no layer has
             such a state.
         num_seqs: slots for running sequences.
+        num_drafted: slots for the states after the tokens of drafts.
         requested_snapshots: slots for snapshots of the prefix cache; None for a number by the memory.
     """
 
@@ -73,6 +74,7 @@ class KVCacheDemand:
     kept_bytes: int = 0
     slot_bytes: int = 0
     num_seqs: int = 0
+    num_drafted: int = 0
     requested_snapshots: int | None = 0
     allowance: Allowance | None = None
 
@@ -82,9 +84,14 @@ class KVCacheDemand:
         return self.block_size * self.bytes_per_token
 
     @property
+    def num_running_slots(self) -> int:
+        """Slots for running sequences and their drafts; 0 if no layer has a state of fixed size."""
+        return self.num_seqs + self.num_drafted if self.slot_bytes else 0
+
+    @property
     def slots_bytes(self) -> int:
         """Bytes of the slots whose number does not depend on the memory."""
-        return self.slot_bytes * (self.num_seqs + (self.requested_snapshots or 0))
+        return self.slot_bytes * (self.num_running_slots + (self.requested_snapshots or 0))
 
     def num_snapshots(self, num_bytes: int) -> int:
         """Return the slots for snapshots, if their number is free and they may take so many bytes."""

@@ -176,7 +176,7 @@ class StateSlots:
 
     Invariants (`check_invariants`): a slot that is not free is held by as many owners as `_holds` counts: each is the
     slot that a sequence writes, one that it reads and does not write, one that it keeps, one of its draft, or a
-    snapshot.
+    snapshot. Up to `num_reserved` of those that are free are for drafts alone.
 
     Args:
         num_slots: at least as many as sequences run at the same time.
@@ -186,7 +186,8 @@ class StateSlots:
 
     Attributes:
         num_slots, chunk, keeps_inside: see above.
-        takes_drafts: see `SequenceSlots`; may be set at the start.
+        takes_drafts: see `SequenceSlots`; set by `reserve_for_drafts`.
+        num_reserved: slots that only drafts take.
         mark_unit: `SequenceSlots.marks` are at multiples of so many tokens, a multiple of `unit`; may be set at the
             start.
         unit: snapshots are taken after multiples of so many tokens.
@@ -201,6 +202,8 @@ class StateSlots:
         assert num_slots > 0
         self.num_slots, self.chunk, self.keeps_inside = num_slots, chunk, keeps_inside
         self.takes_drafts = False
+        self.num_reserved = 0
+        self._reserved: list[int] = []
         self.unit = math.lcm(chunk, block_size)
         self.mark_unit = self.unit
         self.num_taken = self.num_hits = self.num_evicted = 0
@@ -215,7 +218,7 @@ class StateSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots that neither a sequence nor a snapshot has."""
+        """Slots that neither a sequence nor a snapshot has, and that are not for drafts alone."""
         return len(self._free)
 
     @property
@@ -296,16 +299,28 @@ class StateSlots:
                 self._keep_after(slots, num_tokens, is_lasting=False)
         return (slots.read, slots.write) != before
 
+    def reserve_for_drafts(self, count: int) -> None:
+        """Let sequences have drafts, and keep so many slots for these alone. Call it at the start."""
+        assert len(self._free) == self.num_slots > count
+        self.takes_drafts, self.num_reserved = True, count
+        self._reserved = [self._free.pop() for _ in range(count)]
+
+    def num_for_drafts(self) -> int:
+        """Return how many tokens the drafts of a step may have: free slots, and those of snapshots that do not last."""
+        return len(self._reserved) + len(self._free) + len(self._order[False])
+
     def lend(self, slots: SequenceSlots, count: int) -> int:
         """Give a sequence slots for a draft of `count` tokens, or release them; return how many it has.
 
-        They are those of the snapshots that leave first if none is free.
+        No snapshot that lasts leaves for a draft, whose states last for a step.
         """
         while len(slots.drafts) > count:
             self._drop(slots.drafts.pop())
         while len(slots.drafts) < count:
-            slot = self._take(for_lasting=True)
-            if slot is None:
+            slot = self._reserved.pop() if self._reserved else None
+            if slot is not None:
+                self._holds[slot] = 1
+            elif (slot := self._take(for_lasting=False)) is None:
                 break
             slots.drafts.append(slot)
         return len(slots.drafts)
@@ -362,7 +377,7 @@ class StateSlots:
 
     def idle_violations(self) -> list[str]:
         """Return what contradicts the bookkeeping while no sequence runs."""
-        free, kept = len(self._free), len(self._snapshots)
+        free, kept = len(self._free) + len(self._reserved), len(self._snapshots)
         if free + kept == self.num_slots:
             return []
         return [f"{free} free slots and {kept} snapshots are not {self.num_slots}"]
@@ -393,7 +408,8 @@ class StateSlots:
             assert not any(it.read == other.write for other in running if other is not it)
         assert [holds[slot] for slot in range(self.num_slots)] == self._holds
         free = [slot for slot in range(self.num_slots) if not self._holds[slot]]
-        assert sorted(self._free) == free, "slots lost or doubled"
+        assert sorted(self._free + self._reserved) == free, "slots lost or doubled"
+        assert len(self._reserved) <= self.num_reserved
         assert self._snapshots.keys() <= set(links), "a snapshot of blocks that are not cached"
         passing, lasting = self._order
         assert passing.keys() | lasting.keys() == self._snapshots.keys()
@@ -455,8 +471,8 @@ class StateSlots:
                 link = self._oldest(self._order[True])
             if link is None:
                 return None
-            self.forget(link)
-        slot = self._free.pop()
+            self.forget(link)  # its slot may replace one of those for drafts that is lent
+        slot = (self._free or self._reserved).pop()
         self._holds[slot] = 1
         return slot
 
@@ -470,4 +486,5 @@ class StateSlots:
             return
         self._holds[slot] -= 1
         if not self._holds[slot]:
-            self._free.append(slot)
+            is_short = len(self._reserved) < self.num_reserved
+            (self._reserved if is_short else self._free).append(slot)

@@ -122,6 +122,7 @@ class DraftPolicy:
         most: tokens of a draft; 0 switches drafts off.
         kinds: steps of deterministic sequences, others, and steps of deterministic sequences of which some have
             adapters, whose tokens cost more.
+        most_in_step: returns how many tokens the drafts of a step may have in all; may be replaced.
         has_exact_rows: returns whether the others have the bits that `exact_rows` of the limits promises; may be
             replaced.
 
@@ -138,6 +139,7 @@ class DraftPolicy:
         self._deterministic = StepKind(limits.max_logits, pads=pads)
         self._exact = StepKind(min(limits.exact_rows, limits.max_num_batched_tokens), pads=None)
         self.has_exact_rows: Callable[[], bool] = lambda: True
+        self.most_in_step: Callable[[], int] = lambda: limits.max_logits
         self._adapted = StepKind(limits.max_logits, pads=pads)
         self.kinds = self._deterministic, self._exact, self._adapted
         self._acceptance = list(_FIRST_ACCEPTANCE)
@@ -185,7 +187,7 @@ class DraftPolicy:
             record = self._records[sequence]
             if row in counts:
                 record.use(sequence.num_output_tokens)
-            elif record.probe_at <= sequence.num_output_tokens and _has_room(
+            elif record.probe_at <= sequence.num_output_tokens and self._has_room(
                 kind, counts, proposed
             ):
                 counts[row] = 1
@@ -308,7 +310,8 @@ class DraftPolicy:
         if not alone:  # nothing was measured: the next step does
             return {}
         best, num_best = _LEAST_GAIN * num_rows / alone, 0
-        while heap:
+        most = self.most_in_step()
+        while heap and len(order) < most:
             share, row, count = heapq.heappop(heap)
             total += 1
             longest = max(longest, 1 + count)
@@ -325,6 +328,15 @@ class DraftPolicy:
         for row in order[:num_best]:
             counts[row] = counts.get(row, 0) + 1
         return counts
+
+    def _has_room(
+        self, kind: StepKind, counts: dict[int, int], proposed: TypingSequence[tuple[int, ...]]
+    ) -> bool:
+        """Return whether a step with drafts of `counts` tokens may have another one."""
+        num_rows, count = len(proposed), sum(counts.values()) + 1
+        longest = 1 + max([1, *counts.values()])
+        size = kind.size(num_rows, num_rows + count, longest)
+        return size <= kind.most_tokens and count <= self.most_in_step()
 
     def _may_pay(self, kind: StepKind, num_rows: int) -> bool:
         """Return whether drafts that are mostly right make a step of so many rows more productive."""
@@ -351,15 +363,6 @@ class DraftPolicy:
         if alone:
             self._pays[kind, num_rows] = self._num_asked, pays
         return pays
-
-
-def _has_room(
-    kind: StepKind, counts: dict[int, int], proposed: TypingSequence[tuple[int, ...]]
-) -> bool:
-    """Return whether a step with drafts of `counts` tokens may have another one."""
-    num_rows = len(proposed)
-    longest = 1 + max([1, *counts.values()])
-    return kind.size(num_rows, num_rows + sum(counts.values()) + 1, longest) <= kind.most_tokens
 
 
 def _has_exact_rows(sequence: Sequence) -> bool:

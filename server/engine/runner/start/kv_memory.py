@@ -82,7 +82,7 @@ def allocate_kv_cache(
     share = default_share(demand, device.type) / (num_processes if device.type == "cpu" else 1)
     for attempt in itertools.count():
         size = kv_cache_size(demand, device, share / 2**attempt)
-        num_slots = demand.num_seqs + size.num_snapshots if demand.slot_bytes else 0
+        num_slots = demand.num_running_slots + size.num_snapshots
         num_bytes = size.num_blocks * demand.block_bytes + num_slots * demand.slot_bytes
         tokens = size.num_blocks * demand.block_size
         wanted = f"KV cache of {tokens} tokens, {num_bytes / GIB:.2f} GiB"

@@ -117,7 +117,8 @@ def start_engine(
     )
     if blocks.slots is not None:
         # States of layers that have chunks are too large to be kept more often, also where kernels need no chunks.
-        blocks.slots.takes_drafts = states.several_queries
+        if states.several_queries:
+            blocks.slots.reserve_for_drafts(config.max_draft_tokens)
         blocks.slots.mark_unit = math.lcm(blocks.slots.unit, runner.kv_cache.spec.chunk)
     if config.state_snapshots is not None:
         _check_snapshots(config, runner)
@@ -136,7 +137,7 @@ def start_engine(
         num_blocks=num_blocks,
         kv_cache_dtype=runner.cache_dtype,
         num_parameters=model_config.network.num_parameters,
-        plan=_plan(runner, limits),
+        plan=_plan(runner, blocks, limits),
         startup_seconds=phases.seconds,
         versions=_versions(model),
         max_draft_tokens=config.max_draft_tokens,
@@ -159,6 +160,8 @@ def start_engine(
     log.info("%s; GET /plan lists the reasons", info.plan)
     runs_ahead = config.overlap and device.type == "cuda"
     scheduler = Scheduler(limits, blocks, pads_drafts=runner.recorded is not None)
+    if blocks.slots is not None:
+        scheduler.drafts.most_in_step = blocks.slots.num_for_drafts
     scheduler.drafts.has_exact_rows = lambda: runner.exact_rows > 1
     adapters = None
     if config.max_loras:
@@ -168,12 +171,13 @@ def start_engine(
     return Engine(scheduler, runner, channel, info, runs_ahead=runs_ahead, adapters=adapters)
 
 
-def _plan(runner: ModelRunner, limits: SchedulerConfig) -> PlanReport:
+def _plan(runner: ModelRunner, blocks: BlockManager, limits: SchedulerConfig) -> PlanReport:
     """Return the plan of an engine, with what its cache has."""
-    plan, num_slots = runner.describe_plan(), runner.kv_cache.num_slots
-    if not num_slots:
+    plan, slots = runner.describe_plan(), blocks.slots
+    if slots is None:
         return plan
-    memory = msgspec.structs.replace(plan.memory, state_snapshots=num_slots - limits.max_num_seqs)
+    snapshots = slots.num_slots - slots.num_reserved - limits.max_num_seqs
+    memory = msgspec.structs.replace(plan.memory, state_snapshots=snapshots)
     return msgspec.structs.replace(plan, memory=memory)
 
 

@@ -388,7 +388,7 @@ def test_output_is_not_cached_where_prompts_are_computed_in_chunks():
 
 def test_the_slots_of_a_draft_are_free_again_but_that_of_the_last_right_token():
     slots = StateSlots(6)
-    slots.takes_drafts = True
+    slots.reserve_for_drafts(0)
     held = slots.admit(None)
     assert not held.may_have_draft  # it reads nothing yet
     slots.advance(held, 1)
@@ -412,23 +412,46 @@ def test_the_slots_of_a_draft_are_free_again_but_that_of_the_last_right_token():
     assert slots.idle_violations() == []
 
 
-def test_a_draft_takes_the_slots_of_snapshots_but_none_that_a_sequence_is_about_to_read():
-    slots = StateSlots(4)
-    slots.takes_drafts = True
+def test_a_draft_takes_the_slots_of_snapshots_that_do_not_last_and_no_others():
+    slots = StateSlots(6)
+    slots.reserve_for_drafts(1)
     snapshot(slots, 1, 4)
-    snapshot(slots, 2, 8)
-    reader, writer = slots.admit(2), slots.admit(None)
-    slots.advance(writer, 1)
+    snapshot(slots, 2, 8, mark=True)
+    held, other = slots.admit(None), slots.admit(None)
+    slots.advance(held, 1)
+    slots.advance(other, 1)
 
-    assert slots.lend(writer, 2) == 0 + (slots.num_snapshots == 1)
-    assert slots.longest([2]) == 1
-    assert reader.read != NO_SLOT
+    assert slots.num_free == 1
+    assert slots.num_for_drafts() == 3
+    assert slots.lend(held, 7) == 3
+    assert slots.lend(other, 7) == 0
+    assert (slots.longest([1]), slots.longest([2])) == (1, 0)
+    slots.check_invariants([held, other], (1,))
+    slots.accept(held, 3)
+    assert slots.num_for_drafts() == 3
+    slots.free(held)
+    slots.free(other)
+    assert slots.idle_violations() == []
+
+
+def test_slots_for_drafts_are_for_nothing_else():
+    slots = StateSlots(4)
+    slots.reserve_for_drafts(2)
+
+    held = [slots.admit(None), slots.admit(None)]
+    assert slots.admit(None) is None
+    for it in held:
+        slots.advance(it, 1)
+    assert slots.lend(held[0], 2) == 2
+    assert slots.accept(held[0], 1)
+    assert slots.admit(None) is None
+    slots.check_invariants(held, ())
 
 
 def test_a_draft_that_was_scheduled_and_not_launched_returns_its_slots():
     it = scheduler(num_slots=8, enable_prefix_caching=False, max_num_seqs=2)
     slots = it.block_manager.slots
-    slots.takes_drafts = True
+    slots.reserve_for_drafts(0)
     sequence = add(it, 1, PROMPT, 8)
     step(it)
     output = it.schedule()
