@@ -62,9 +62,6 @@ def apply_rule_to_drafts(
     for number in range(end - first):
         token = first + number
         at = token.to(tl.int64)
-        # Of the first token alone. A load in the loop gives the tile the layout that it has in `gated_delta_step`.
-        reads = is_tile & has_state & (number == 0)
-        tile = tl.load(state + read * state_stride + at_tile, mask=reads, other=tile)
         of_q = load_drafted(
             x, projected_stride, number, before, has_state, q_channel, is_key, C, W, TAPS
         )
@@ -75,6 +72,10 @@ def apply_rule_to_drafts(
             x, projected_stride, number, before, has_state, v_channel, is_value, C, W, TAPS
         )
         g, beta = load_gates(gates + at * gates_stride, a_log, dt_bias, head, True, H)
+        # Of the first token alone. A load in the loop, after the others, gives
+        # the tile the layout that it has in `gated_delta_step`.
+        reads = is_tile & has_state & (number == 0)
+        tile = tl.load(state + read * state_stride + at_tile, mask=reads, other=tile)
         q = unit(silu(convolve_row(of_q, q_factors, q_added)), 0) * scale
         k = unit(silu(convolve_row(of_k, k_factors, k_added)), 0)
         kq = tl.sum(k * q, 0)
