@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.functions import silu
+from kernels.gpu.functions import product, silu
 from kernels.recurrent.gpu.gated_delta_step import compare, load_gates, normalize, unit
 from kernels.recurrent.gpu.row_convolution import convolve_row, load_drafted, load_factors
 from kernels.recurrent.gpu.tiles import slot_after
@@ -82,10 +82,10 @@ def apply_rule_to_drafts(
         v = silu(convolve_row(of_v, v_factors, v_added))
         decay = tl.exp(g)
         new, seen = compare(tile, q, k, v, decay, beta)
-        tile = decay * tile + k[:, None] * new[None, :]
+        tile = tl.fma(tile, decay, product(k[:, None], new[None, :]))
         slot = slot_after(kept_slots, token, end, write)
         tl.store(state + slot * state_stride + at_tile, tile, mask=is_tile & (slot >= 0))
-        tl.store(results + (at * H + head) * DV + part + value, decay * seen + kq * new, mask=is_value)
+        tl.store(results + (at * H + head) * DV + part + value, tl.fma(new, kq, product(decay, seen)), mask=is_value)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.functions import silu
+from kernels.gpu.functions import product, silu
 from kernels.recurrent import problem
 from kernels.recurrent.gpu.row_convolution import convolve_row, load_row, store_inputs
 from kernels.recurrent.gpu.tiles import is_last, softplus
@@ -58,7 +58,7 @@ def compare(state, q, k, v, decay, beta):
     """
     known = tl.sum(state * k[:, None], 0)
     seen = tl.sum(state * q[:, None], 0)
-    return beta * (v - decay * known), seen
+    return beta * (v - product(decay, known)), seen
 
 
 @triton.jit
@@ -154,10 +154,10 @@ def gated_delta_step(
         v = silu(convolve_row(of_v, v_factors, v_added))
         new, seen = compare(tile, q, k, v, decay, beta)
         tl.store(
-            target + at_tile + i * BV, decay * tile + k[:, None] * new[None, :],
+            target + at_tile + i * BV, tl.fma(tile, decay, product(k[:, None], new[None, :])),
             mask=(key < DK) & (at < DV)[None, :] & (write >= 0),
         )  # fmt: skip
-        o = tl.where(part == i, (decay * seen + kq * new)[None, :], o)
+        o = tl.where(part == i, tl.fma(new, kq, product(decay, seen))[None, :], o)
         # All threads have loaded what is replaced here.
         tl.debug_barrier()
         store_inputs(after, of_v, v_channel + i * BV, (at < DV) & (write >= 0), C, W, TAPS)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.functions import silu
+from kernels.gpu.functions import product, silu
 from kernels.recurrent.gpu.row_convolution import causal_conv_of_drafts, causal_conv_of_rows
 from kernels.recurrent.gpu.tiles import is_last, slot_after, softplus
 
@@ -151,7 +151,7 @@ def compute_token(
     gate = tl.zeros([ROWS], tl.float32)
     if NORM != NORM_BEFORE_GATE:
         gate = tl.load(z + of_x, mask=is_p, other=0.0).to(tl.float32)
-    h = h * tl.exp(-tl.exp(log_decay) * dt) + (x * dt)[:, None] * b[None, :]
+    h = tl.fma(h, tl.exp(-tl.exp(log_decay) * dt), product((x * dt)[:, None], b[None, :]))
     y = tl.sum(h * c[None, :], 1) + skip * x
     if NORM != NORM_BEFORE_GATE:
         y *= silu(gate)
