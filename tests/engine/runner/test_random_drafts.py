@@ -5,10 +5,12 @@ import functools
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.core.schedule.draft import NUM_MATCH_CLASSES, Draft
+from server.engine.runner.start import dummy_steps
 from tests.engine.runner.drafts import WAYS, requests
 from tests.engine.runner.test_engine_model import assert_all_free, make_engine
 from tests.model.checkpoint.hf_checkpoints import CASES
@@ -162,6 +164,21 @@ def test_right_drafts_are_kept(engines, name):
     after = engine.engine.stats()
     kept = after.num_accepted_tokens - before.num_accepted_tokens
     assert kept == after.num_draft_tokens - before.num_draft_tokens > 100
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_dummy_step_with_a_draft_writes_no_state(engines, name):
+    engine, _ = engines(name, "roomy")
+    runner = engine.engine._runner
+    fixed = [state for states in runner.kv_cache.fixed for state in states or ()]
+    before = [state.clone() for state in fixed]
+    output = dummy_steps.deterministic(dummy_steps.draft(runner.kv_cache.block_size))
+
+    result = runner.execute(output)
+    runner.forget(output.decode[0].sequence.request_id)
+
+    assert len(result.sampled.token_ids) == 2
+    assert all(map(torch.equal, fixed, before))
 
 
 @settings(max_examples=24)
