@@ -36,8 +36,8 @@ class RecurrentSpec:
         by_token: whether it computes the tokens of a prompt one after the other, so that a state has the same bits
             wherever a prompt is divided, not only at multiples of CHUNK, and whether it is a prompt's or generated.
         batch_invariant: whether the bits of a token depend on no other sequence of the step.
-        several_queries: whether decode rows may have drafts, see `Segments.by_token`. A row with `by_token` computes them
-            as prompts.
+        several_queries: whether decode rows may have drafts, see `Segments.by_token`. A row with `by_token` computes
+            them as prompts.
         divided_norm: "module:Class" of the norm of a group of Mamba-2 that ranks divide.
     """
 

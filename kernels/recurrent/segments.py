@@ -28,7 +28,7 @@ class Segments:
             of a prompt may be the slot that it reads. None if no state is kept so, which is all that kernels take whose
             row says so (`RecurrentSpec.keeps`).
         by_token: whether the prompts are decode rows with drafts: each of their tokens, and the state after it, has the
-            bits that a decode row of one token gives. R is 0 then. Only kernels take it whose row has `several_queries`.
+            bits that a decode row of one token gives. R is 0 then. Only for kernels whose row has `several_queries`.
 
     Attributes: the arguments.
     """

@@ -1,4 +1,4 @@
-"""The gated delta rule of decode rows with drafts: one launch for the rule, one for the norm and one for the inputs kept.
+"""The gated delta rule of decode rows with drafts: launches for the rule, for the norm and for the inputs that are kept.
 
 A token has the bits that `gated_delta_step` gives, which computes the same in tiles of the same sizes. But each program
 has some values of a head for all tokens of a row, so that their state stays in its registers, and none writes an input
@@ -85,7 +85,11 @@ def apply_rule_to_drafts(
         tile = tl.fma(tile, decay, product(k[:, None], new[None, :]))
         slot = slot_after(kept_slots, token, end, write)
         tl.store(state + slot * state_stride + at_tile, tile, mask=is_tile & (slot >= 0))
-        tl.store(results + (at * H + head) * DV + part + value, tl.fma(new, kq, product(decay, seen)), mask=is_value)
+        tl.store(
+            results + (at * H + head) * DV + part + value,
+            tl.fma(new, kq, product(decay, seen)),
+            mask=is_value,
+        )
 
 
 @triton.jit

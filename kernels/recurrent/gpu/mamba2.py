@@ -1,4 +1,4 @@
-"""Mamba-2 in Triton: two launches for decode rows, with drafts or not, and four or five for prompts, whatever their numbers."""
+"""Mamba-2 in Triton: two launches for decode rows, also with drafts, and four or five for prompts, however many."""
 
 from __future__ import annotations
 

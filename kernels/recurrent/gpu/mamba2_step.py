@@ -1,4 +1,4 @@
-"""Mamba-2 of decode rows, with drafts or not, in Triton: a launch for the convolution, and one for state, gate and norm.
+"""Mamba-2 of decode rows, also with drafts, in Triton: a launch for the convolution, one for state, gate and norm.
 
 Each program of the latter has some rows of the state of one head. The last one of a group to arrive normalizes the
 group; which one that is changes no bits.
@@ -71,8 +71,8 @@ def step_mamba2(
     h = tl.load(state + read * state_stride + tile, mask=is_tile & (read >= 0), other=0.0)
     log_decay, bias, skip = tl.load(a_log + head), tl.load(dt_bias + head), tl.load(d + head)
     compute_token(
-        h, row, projected, mixed, state, write, tile, log_decay, bias, skip, norm, scratch, counters, out, head, group, p,
-        n, stride, state_stride, eps, least_dt, largest_dt, H, P, N, G, NORM, ROWS, GROUP,
+        h, row, projected, mixed, state, write, tile, log_decay, bias, skip, norm, scratch, counters, out, head, group,
+        p, n, stride, state_stride, eps, least_dt, largest_dt, H, P, N, G, NORM, ROWS, GROUP,
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def step_drafts(
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute some elements of a head of the tokens of a decode row, one after the other; program (part of all heads, row).
+    """Compute some elements of a head of a decode row's tokens, one after the other; program (part of all heads, row).
 
     Args:
         projected, mixed, scratch, counters, out: as of `step_mamba2`, of T tokens.
@@ -116,8 +116,8 @@ def step_drafts(
 
 @triton.jit
 def compute_token(
-    h, row, projected, mixed, state, write, tile, log_decay, bias, skip, norm, scratch, counters, out, head, group, p, n,
-    stride, state_stride, eps, least_dt, largest_dt,
+    h, row, projected, mixed, state, write, tile, log_decay, bias, skip, norm, scratch, counters, out, head, group,
+    p, n, stride, state_stride, eps, least_dt, largest_dt,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +255,8 @@ class Step:
         conv_state, state = states
         mixed = torch.empty((rows, shape.channels), dtype=torch.float32, device=out.device)
         x, conv = projected[:rows, shape.inner :], (self._conv, weights.conv_bias, conv_state)
-        step, where, count = step_mamba2, (slots,), rows
+        step, count = step_mamba2, rows
+        where: tuple[Tensor, ...] = (slots,)
         if segments.by_token:
             assert segments.kept_slots is not None
             causal_conv_of_drafts(x, *conv, segments, mixed)

@@ -131,7 +131,7 @@ ROW_KERNELS = {
     "mamba2": (("step_mamba2",), ("step_drafts",)),
     "short_conv": (("convolve_rows",), ("convolve_drafts",)),
 }
-"""Kernels of recurrent mixers for decode rows of one token, and those for rows with drafts, which have the same sums."""
+"""Kernels of recurrent mixers for decode rows of one token, and those for rows with drafts, with the same sums."""
 _SUMS = re.compile(r"\}\) : \((tensor.*?)\) -> |tt\.reshape .* : (tensor.*?) -> ")
 _LAYOUT = re.compile(r"^(#\w+) = (#ttg\..*)$", re.MULTILINE)
 
@@ -545,7 +545,7 @@ class FusedCompiler(Compiler):
 
 
 def layouts_of_sums(ttgir: str) -> list[str]:
-    """Return the different types of what a kernel adds up, sorted, with their layouts, which decide the order of sums."""
+    """Return the types of what a kernel adds up, sorted, with the layouts that decide the order of each sum."""
     layouts = dict(_LAYOUT.findall(ttgir))
     types = {"".join(found) for found in _SUMS.findall(ttgir)}
     return sorted(re.sub(r"#\w+\b(?!\.)", lambda it: layouts.get(it[0], it[0]), it) for it in types)

@@ -1,4 +1,4 @@
-"""Compiles decode rows of recurrent mixers for absent GPUs: rows with drafts add up in the order of rows of one token."""
+"""Compiles decode rows of recurrent mixers for absent GPUs: those with drafts add up in the order of single rows."""
 
 from __future__ import annotations
 
