@@ -1,4 +1,4 @@
-"""The gated delta rule of decode rows with drafts: launches for the rule, for the norm and for the inputs that are kept.
+"""The gated delta rule of decode rows with drafts: launches for the rule, for the norm and for the inputs kept.
 
 A token has the bits that `gated_delta_step` gives, which computes the same in tiles of the same sizes. But each program
 has some values of a head for all tokens of a row, so that their state stays in its registers, and none writes an input
