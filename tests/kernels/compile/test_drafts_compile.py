@@ -18,7 +18,7 @@ CASES = [
     for operation, shapes in SHAPES.items()
     for around in shapes
     if "divided norm" not in around
-]
+] + [(90, it, (dtype,)) for it in ("gated_delta", "mamba2") for dtype in ("float16", "float32")]
 
 
 @pytest.mark.parametrize("case", slow_except([(90, "gated_delta", ()), (90, "mamba2", ())], CASES))
