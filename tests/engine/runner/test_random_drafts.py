@@ -166,11 +166,13 @@ def test_right_drafts_are_kept(engines, name):
     assert kept == after.num_draft_tokens - before.num_draft_tokens > 100
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_dummy_step_with_a_draft_writes_no_state(engines, name):
-    engine, _ = engines(name, "roomy")
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite4", "falcon h1"])
+def test_a_dummy_step_with_a_draft_writes_no_state(tmp_path, name):
+    # An engine of its own: the step writes keys and values to a block that the prefix cache may have.
+    engine = make_engine(write(name, tmp_path), dtype="auto", quantization="int8")
     runner = engine.engine._runner
     fixed = [state for states in runner.kv_cache.fixed for state in states or ()]
+    assert fixed
     before = [state.clone() for state in fixed]
     output = dummy_steps.deterministic(dummy_steps.draft(runner.kv_cache.block_size))
 
