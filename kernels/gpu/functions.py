@@ -89,6 +89,17 @@ def fast_silu(x):
 
 
 @triton.jit
+def product(x, y):
+    """Multiply float32 and round: the compiler may not make the product part of a fused addition.
+
+    Which product of a sum it fuses differs from kernel to kernel. Triton's interpreter multiplies.
+    """
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def ranking_bits(values):
     """Return int32 values with the order of float32 values; NaN is the largest.
 

@@ -36,8 +36,8 @@ class RecurrentSpec:
         by_token: whether it computes the tokens of a prompt one after the other, so that a state has the same bits
             wherever a prompt is divided, not only at multiples of CHUNK, and whether it is a prompt's or generated.
         batch_invariant: whether the bits of a token depend on no other sequence of the step.
-        several_queries: whether sequences that `Segments` has as prompts may be decode rows with a draft, whose tokens
-            have the bits of rows of one token.
+        several_queries: whether decode rows may have drafts, see `Segments.by_token`. A row with `by_token` computes
+            them as prompts.
         divided_norm: "module:Class" of the norm of a group of Mamba-2 that ranks divide.
     """
 
@@ -106,6 +106,7 @@ TRITON: Final = RecurrentSpec(
     _EQUAL_BITS,
     keeps=True,
     batch_invariant=True,
+    several_queries=True,
     divided_norm="kernels.recurrent.gpu.divided_norm:DividedNorm",
 )
 """One or two launches for decode rows, a few for prompts. Tiles and the order of all sums depend on the shape alone."""
@@ -117,8 +118,9 @@ TRITON_GATED_DELTA: Final = RecurrentSpec(
     _EQUAL_BITS,
     keeps=True,
     batch_invariant=True,
+    several_queries=True,
 )
-"""One launch for decode rows and three for prompts, as `TRITON`."""
+"""One launch for decode rows, three for those with drafts and three for prompts, as `TRITON`."""
 
 CPU_LIBRARY: Final = RecurrentSpec(
     "cpu_recurrent",

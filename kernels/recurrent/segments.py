@@ -23,10 +23,12 @@ class Segments:
         slots: [R + Q, 2] int32: from which the state of each sequence is read and to which it is written, which may be
             the same; -1 reads zeros or writes nothing. No slot is written by one sequence and read by another.
         kept_slots: [T - R] int32: for each token of the prompts, the slot to which the state after it is written too;
-            -1 for none, always after the last token of a prompt, and, unless the row has `several_queries`, after
-            others than multiples of CHUNK tokens of a sequence. Nothing else reads or writes such a slot in the step,
-            except that the first one of a prompt may be the slot that it reads. None if no state is kept so, which is
-            all that kernels take whose row says so (`RecurrentSpec.keeps`).
+            -1 for none, always after the last token of a prompt, and, unless `by_token`, after others than multiples of
+            CHUNK tokens of a sequence. Nothing else reads or writes such a slot in the step, except that the first one
+            of a prompt may be the slot that it reads. None if no state is kept so, which is all that kernels take whose
+            row says so (`RecurrentSpec.keeps`).
+        by_token: whether the prompts are decode rows with drafts: each of their tokens, and the state after it, has the
+            bits that a decode row of one token gives. R is 0 then. Only for kernels whose row has `several_queries`.
 
     Attributes: the arguments.
     """
@@ -38,9 +40,12 @@ class Segments:
         positions: Tensor,
         slots: Tensor,
         kept_slots: Tensor | None = None,
+        *,
+        by_token: bool = False,
     ) -> None:
+        assert not (by_token and rows), "rows with drafts beside rows of one token"
         self.rows, self.cu_seqlens, self.positions, self.slots = rows, cu_seqlens, positions, slots
-        self.kept_slots = kept_slots
+        self.kept_slots, self.by_token = kept_slots, by_token
         self._bounds: list[tuple[int, int, int, int]] | None = None
         self._starts: list[int] | None = None
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 
 import kernels
@@ -13,9 +14,10 @@ from benchmarks.local_engine import LocalEngine
 from kernels.attention import functional
 from server.engine.core.messages import EngineConfig
 from tests.engine.runner.drafts import WAYS, check, draft, requests
+from tests.gpu.test_families_gpu import MODELS as FAMILIES
 from tests.model.executors.float32_model import Float32Model
 from tests.reliability.random_drafts_engine import propose_at_random
-from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -30,6 +32,8 @@ MODELS = {
     },
     "wide heads": {"head_dim": 128, "num_attention_heads": 4},
 }  # fmt: skip
+HYBRIDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "falcon_h1")
+"""Families with states of fixed size."""
 
 
 @pytest.fixture
@@ -87,6 +91,37 @@ def test_deterministic_steps_have_the_same_bits(make_engine, planned):
     check(engine, requests(rng, most_prompt=90, deterministic=True), rng, exact=True)
 
     assert all("invariant" in name for name in planned)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_deterministic_steps_of_a_hybrid_have_the_same_bits(name, recorded, tmp_path):
+    if not kernels.detect("cuda").has_triton_tensor_cores:
+        pytest.skip("no batch-invariant kernel before sm_80")
+    ends = {"vocab_size": VOCAB_SIZE, "bos_token_id": 256, "eos_token_id": 257}
+    folder = write_tiny_checkpoint(tmp_path, model_type=name, **(FAMILIES[name] | ends))
+    config = EngineConfig(
+        model_path=str(folder), model_id="tiny", device="cuda", dtype="bfloat16", max_model_len=512,
+        kv_cache_tokens=1 << 14, block_size=16, max_num_seqs=16, deterministic=True, cuda_graphs=recorded,
+    )  # fmt: skip
+    engines = []
+
+    def engine():
+        engines.append(LocalEngine(config))
+        engines[-1].engine._runs_ahead = False  # a row whose token is in flight has no draft
+        return engines[-1]
+
+    rng = random.Random(7)
+    # Beside other rows, a single row with a draft, whose step has another bucket.
+    asked = requests(rng, most_prompt=90, deterministic=True)
+    asked[0] = msgspec.structs.replace(
+        asked[0], sampling=msgspec.structs.replace(asked[0].sampling, max_new_tokens=100)
+    )
+    steps = check(engine, asked, rng, exact=True)
+
+    assert all(step.decode.batch.deterministic for step in steps)
+    buckets = engines[-1].engine._runner.recorded.recorded if recorded else ()
+    assert recorded == any(it.queries > 1 for it in buckets)
 
 
 def test_a_bucket_of_rows_with_drafts_is_recorded_once_steps_needed_it(make_engine, planned):

@@ -26,6 +26,7 @@ from tests.kernels.recurrent.cases import (
     check_alone,
     check_decays,
     check_divided,
+    check_drafts,
     check_kept_blocks,
     check_mean_error,
     check_nothing_written,
@@ -80,6 +81,7 @@ class OnGPU:
             segments.positions.to(DEVICE),
             segments.slots.to(DEVICE),
             None if kept is None else kept.to(DEVICE),
+            by_token=segments.by_token,
         )
         gates = None if gates is None else gates.to(DEVICE)
         out = self.kernel(projected.to(DEVICE), gates, moved, there).cpu()
@@ -179,6 +181,29 @@ def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(shape
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(shape, dtype):
     check_alone(OnGPU, shape, 7, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_rows_with_drafts_have_the_bits_of_single_rows(shape, dtype):
+    check_drafts(OnGPU, shape, dtype)
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, (2, 1, 256, 256), (8, 2, 128, 128)], ids=str)
+def test_rows_with_drafts_of_the_gated_delta_rule_have_the_bits_of_single_rows(sizes):
+    check_drafts(OnGPU, delta_shape(*sizes), torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", variants().values(), ids=variants())
+def test_rows_with_drafts_of_mamba2_have_the_bits_of_single_rows(shape):
+    check_drafts(OnGPU, shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "shape", [ShortConvShape(20, 6, bias=True), ShortConvShape(300, 2)], ids=str
+)
+def test_rows_with_drafts_of_a_short_convolution_have_the_bits_of_single_rows(shape):
+    check_drafts(OnGPU, shape, torch.bfloat16)
 
 
 def test_a_group_of_several_programs_is_normalized():

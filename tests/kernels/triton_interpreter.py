@@ -123,7 +123,12 @@ def _replace_assembly() -> None:
 
     from kernels.attention.portable import tile_fp8 as tile_pairs
     from kernels.gpu import functions as device
-    from kernels.recurrent.gpu import gated_delta_blocks
+    from kernels.recurrent.gpu import (
+        gated_delta_blocks,
+        gated_delta_drafts,
+        gated_delta_step,
+        mamba2_step,
+    )
 
     @triton.jit
     def prefetch(addresses):
@@ -141,6 +146,13 @@ def _replace_assembly() -> None:
     tile_pairs.unpack_pairs = unpack_pairs
     device.prefetch = prefetch
     gated_delta_blocks.fast_silu = device.silu
+
+    @triton.jit
+    def product(x, y):
+        return x * y
+
+    for module in (gated_delta_drafts, gated_delta_step, mamba2_step):
+        module.product = product
 
 
 def _repair() -> None:

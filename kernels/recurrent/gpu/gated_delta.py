@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton: one launch for decode rows, three for prompts."""
+"""The gated delta rule in Triton: one launch for decode rows, three for those with drafts and three for prompts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.arch import HOPPER, TENSOR_MEMORY, detect
 from kernels.recurrent.gpu.gated_delta_blocks import solve_blocks
 from kernels.recurrent.gpu.gated_delta_carry import carry_states, gated_norm
+from kernels.recurrent.gpu.gated_delta_drafts import apply_rule_to_drafts, normalize_drafts
 from kernels.recurrent.gpu.gated_delta_hopper import carry_in_flight
 from kernels.recurrent.gpu.gated_delta_step import gated_delta_step
+from kernels.recurrent.gpu.row_convolution import causal_conv_of_drafts
 from kernels.recurrent.gpu.tiles import sequences
 from kernels.recurrent.problem import CHUNK
 from kernels.recurrent.pytorch import gated_delta as pytorch
@@ -83,6 +85,13 @@ class GatedDelta(pytorch.GatedDelta):
         self._slice = min(values, _SLICE if self._from_shared else _SLICE // 2)
         self._padded = {"BV": values}
         self._has_bias = {"BIAS": has_bias}
+        keys = self._sizes["BK"]
+        part = min(triton.next_power_of_2(shape.value_dim), max(1, _TILE // keys))
+        self._parts = {
+            "BV": part,
+            "PARTS": int(triton.next_power_of_2(triton.cdiv(shape.value_dim, part))),
+            "num_warps": max(1, min(8, keys * part // _THREAD_TILE // 32)),
+        }
 
     def __call__(
         self,
@@ -96,6 +105,9 @@ class GatedDelta(pytorch.GatedDelta):
         out = torch.empty(
             (len(projected), self.shape.inner), dtype=projected.dtype, device=projected.device
         )
+        if segments.by_token:
+            self._drafts(projected, gates, states, segments, out)
+            return out
         rows = segments.rows
         for first in range(0, rows, _MOST_ROWS):
             some = slice(first, min(first + _MOST_ROWS, rows))
@@ -114,16 +126,38 @@ class GatedDelta(pytorch.GatedDelta):
     ) -> None:
         """Compute decode rows; the arguments are theirs."""
         shape, (conv_state, state) = self.shape, states
-        keys = self._sizes["BK"]
-        values = min(triton.next_power_of_2(shape.value_dim), max(1, _TILE // keys))
         gated_delta_step[shape.num_heads, len(projected)](
             projected, gates, *self._arguments, self._norm, conv_state, state, slots, out, self._arrivals,
             projected.stride(0), gates.stride(0), conv_state.stride(0), state.stride(0), shape.eps,
             shape.key_dim**-0.5,
-            **self._sizes, **self._has_bias, BV=values,
-            PARTS=triton.next_power_of_2(triton.cdiv(shape.value_dim, values)),
-            TAPS=triton.next_power_of_2(shape.width), num_warps=max(1, min(8, keys * values // _THREAD_TILE // 32)),
+            **self._sizes, **self._has_bias, **self._parts, TAPS=triton.next_power_of_2(shape.width),
         )  # fmt: skip
+
+    def _drafts(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        states: tuple[Tensor, ...],
+        segments: Segments,
+        out: Tensor,
+    ) -> None:
+        """Compute decode rows with drafts."""
+        shape, (conv_state, state), kept = self.shape, states, segments.kept_slots
+        assert kept is not None
+        heads, parts = shape.num_heads, self._parts
+        results = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        apply_rule_to_drafts[heads * parts["PARTS"], segments.num_prompts](
+            projected, gates, *self._arguments, conv_state, state, segments.cu_seqlens, segments.slots, kept, results,
+            projected.stride(0), gates.stride(0), conv_state.stride(0), state.stride(0), shape.key_dim**-0.5,
+            **self._sizes, **self._has_bias, **parts, TAPS=triton.next_power_of_2(shape.width),
+        )  # fmt: skip
+        sizes = {it: self._sizes[it] for it in ("H", "G", "DK", "DV")}
+        normalize_drafts[heads, len(out)](
+            results, projected, self._norm, out, projected.stride(0), shape.eps, **sizes, **parts
+        )
+        conv, bias, *_ = self._arguments
+        # After all programs have read the states of the convolution.
+        causal_conv_of_drafts(projected, conv, bias, conv_state, segments, None)
 
     def _prompts(
         self,

@@ -1,4 +1,4 @@
-"""The gated delta rule for one token of each row: convolution, rule and gated norm of a head in one program.
+"""The gated delta rule of decode rows: convolution, rule and gated norm of a head in one program.
 
 With q and k of length 1, the state decayed, S, u = beta (v - S^T k) and o = S^T q + (k . q) u, so that one pass over
 the state gives both sums, and another one writes S + k u^T.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.functions import silu
+from kernels.gpu.functions import product, silu
 from kernels.recurrent import problem
 from kernels.recurrent.gpu.row_convolution import convolve_row, load_row, store_inputs
 from kernels.recurrent.gpu.tiles import is_last, softplus
@@ -44,6 +44,27 @@ def load_gates(gates, a_log, dt_bias, head, mask, H: tl.constexpr):
 def unit(x, axis: tl.constexpr):
     """Scale vectors along an axis to length 1."""
     return x * tl.expand_dims(1.0 / tl.sqrt(tl.sum(x * x, axis) + NORM_EPS), axis)
+
+
+@triton.jit
+def compare(state, q, k, v, decay, beta):
+    """Return what is new in some values of a token, and what the state before gives for its query, [values] each.
+
+    Args:
+        state: of a head, [keys, values], before the token.
+        q, k: [keys].
+        v: [values].
+        decay, beta: of the token.
+    """
+    known = tl.sum(state * k[:, None], 0)
+    seen = tl.sum(state * q[:, None], 0)
+    return beta * (v - product(decay, known)), seen
+
+
+@triton.jit
+def normalize(o, weight, z, eps, DV: tl.constexpr):
+    """Return the gated norm of a head's results; those that do not exist are 0."""
+    return o * (1.0 / tl.sqrt(tl.sum(o * o) / DV + eps)) * weight * silu(z)
 
 
 @triton.jit
@@ -131,14 +152,12 @@ def gated_delta_step(
                 x, conv, bias, before, has_state, v_channel + (i + 1) * BV, at + BV < DV, C, W, TAPS, BIAS
             )  # fmt: skip
         v = silu(convolve_row(of_v, v_factors, v_added))
-        known = tl.sum(tile * k[:, None], 0)
-        seen = tl.sum(tile * q[:, None], 0)
-        new = beta * (v - decay * known)
+        new, seen = compare(tile, q, k, v, decay, beta)
         tl.store(
-            target + at_tile + i * BV, decay * tile + k[:, None] * new[None, :],
+            target + at_tile + i * BV, tl.fma(tile, decay, product(k[:, None], new[None, :])),
             mask=(key < DK) & (at < DV)[None, :] & (write >= 0),
         )  # fmt: skip
-        o = tl.where(part == i, (decay * seen + kq * new)[None, :], o)
+        o = tl.where(part == i, tl.fma(new, kq, product(decay, seen))[None, :], o)
         # All threads have loaded what is replaced here.
         tl.debug_barrier()
         store_inputs(after, of_v, v_channel + i * BV, (at < DV) & (write >= 0), C, W, TAPS)
@@ -146,5 +165,5 @@ def gated_delta_step(
     store_inputs(after, of_q, q_channel, is_key & replaces, C, W, TAPS)
     store_inputs(after, of_k, k_channel, is_key & replaces, C, W, TAPS)
     o = tl.where(is_value, o, 0.0)
-    y = o * (1.0 / tl.sqrt(tl.sum(o * o) / DV + eps)) * weight * silu(z)
+    y = normalize(o, weight, z, eps, DV)
     tl.store(out + (row * H + head) * DV + values, y.to(out.dtype.element_ty), mask=is_value)

@@ -1,4 +1,4 @@
-"""Mamba-2 in Triton: two launches for decode rows and four or five for prompts, whatever their numbers."""
+"""Mamba-2 in Triton: two launches for decode rows, also with drafts, and four or five for prompts, however many."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Mamba2(pytorch.Mamba2):
         out = torch.empty(
             (tokens, self.shape.inner), dtype=projected.dtype, device=projected.device
         )
+        if segments.by_token:
+            self._step(projected, states, segments, out)
+            return out
         if rows:
-            self._step(projected, states, segments.slots, out[:rows])
+            self._step(projected, states, segments, out[:rows])
         mamba2_prompts(self.shape, self.weights, projected, states, segments, out[rows:])
         return out

@@ -1,4 +1,4 @@
-"""The gated short convolution in Triton: one launch for decode rows and one for prompts."""
+"""The gated short convolution in Triton: one launch for decode rows, with drafts or not, and one for prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.recurrent.gpu.convolution import causal_conv_of_prompts
-from kernels.recurrent.gpu.row_convolution import causal_conv_of_rows
+from kernels.recurrent.gpu.row_convolution import causal_conv_of_drafts, causal_conv_of_rows
 from kernels.recurrent.pytorch import short_conv as pytorch
 
 if TYPE_CHECKING:
@@ -38,6 +38,11 @@ class ShortConv(pytorch.ShortConv):
         out = torch.empty(
             (len(projected), channels), dtype=projected.dtype, device=projected.device
         )
+        if segments.by_token:
+            causal_conv_of_drafts(
+                projected, self._conv, bias, state, segments, out, gated=True
+            )  # fmt: skip
+            return out
         if rows := segments.rows:
             causal_conv_of_rows(
                 projected[:rows], self._conv, bias, state, segments.slots, out[:rows], gated=True

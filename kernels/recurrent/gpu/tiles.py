@@ -86,6 +86,19 @@ def _find(it, start, length, count, number, num_prompts):
 
 
 @triton.jit
+def slot_after(kept_slots, token, end, write):
+    """Return the slot for the state after a token of a row with a draft, int64; negative for none.
+
+    Args:
+        kept_slots: as in `Segments`, of rows with drafts.
+        token: its number in the step.
+        end: the first token of the next row.
+        write: the slot for the state after the row's last token.
+    """
+    return tl.load(kept_slots + token, mask=token + 1 < end, other=write).to(tl.int64)
+
+
+@triton.jit
 def softplus(x):
     """Return log(1 + exp(x)) of float32, exact for small results too."""
     small = tl.exp(-tl.abs(x))

@@ -229,13 +229,18 @@ def compute_dense(
 
 
 def step_segments(step: StepInput) -> Segments:
-    """Return the sequences of a step; those of a step with drafts as prompts whose states are kept after each token."""
+    """Return the sequences of a step; those of a step with drafts with their states kept after each token."""
     bucket, arrays = step.bucket, step.device
     assert bucket.has_states, "the step has no slots"
     if bucket.queries > 1:
         assert not bucket.prompt_seqs, "no drafts beside prompts"
         return Segments(
-            0, arrays.cu_seqlens, arrays.positions, arrays.state_slots, arrays.kept_slots
+            0,
+            arrays.cu_seqlens,
+            arrays.positions,
+            arrays.state_slots,
+            arrays.kept_slots,
+            by_token=True,
         )
     return Segments(
         bucket.rows,

@@ -51,6 +51,35 @@ FAMILIES = {
     },
 }
 
+HYBRIDS = {
+    "qwen3_5_text": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "lfm2": {"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": [1]},
+    "granitemoehybrid": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 16,
+    },
+    "falcon_h1": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "num_hidden_layers": 1,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 2,
+        "mamba_d_state": 16,
+        "mamba_rms_norm": True,
+    },
+}
+"""Models with states of fixed size."""
+
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch):
@@ -138,5 +167,19 @@ def test_a_step_with_drafts_has_the_bits_of_as_many_steps(checkpoint):
     asked = drafts.requests(rng, ways, max_new_tokens=8, deterministic=True)
 
     steps = drafts.check(lambda: engine(checkpoint, max_num_seqs=2), asked, rng, exact=True)
+
+    assert all(step.decode.batch.deterministic for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_step_with_drafts_of_a_hybrid_has_the_bits_of_as_many_steps(tmp_path, name):
+    changes = {"num_hidden_layers": 2} | HYBRIDS[name]
+    folder = write_tiny_checkpoint(tmp_path, model_type=name, head_dim=32, **changes)
+    rng = random.Random(4)
+    ways = [{"temperature": 0.0, "logprobs": True}, {"seed": 5, "logprobs": True}]
+    asked = drafts.requests(rng, ways, most_prompt=9, max_new_tokens=8, deterministic=True)
+
+    steps = drafts.check(lambda: engine(folder, max_num_seqs=2), asked, rng, exact=True)
 
     assert all(step.decode.batch.deterministic for step in steps)

@@ -5,10 +5,12 @@ import functools
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.core.schedule.draft import NUM_MATCH_CLASSES, Draft
+from server.engine.runner.start import dummy_steps
 from tests.engine.runner.drafts import WAYS, requests
 from tests.engine.runner.test_engine_model import assert_all_free, greedy, make_engine
 from tests.model.checkpoint.hf_checkpoints import CASES
@@ -191,6 +193,23 @@ def test_drafts_cost_no_prefix_hit(engines, tmp_path, kind):
         return stats.prefix_cache_hit_tokens
 
     assert hits(MOST) == hits(0) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite4", "falcon h1"])
+def test_a_dummy_step_with_a_draft_writes_no_state(tmp_path, name):
+    # An engine of its own: the step writes keys and values to a block that the prefix cache may have.
+    engine = make_engine(write(name, tmp_path), dtype="auto", quantization="int8")
+    runner = engine.engine._runner
+    fixed = [state for states in runner.kv_cache.fixed for state in states or ()]
+    assert fixed
+    before = [state.clone() for state in fixed]
+    output = dummy_steps.deterministic(dummy_steps.draft(runner.kv_cache.block_size))
+
+    result = runner.execute(output)
+    runner.forget(output.decode[0].sequence.request_id)
+
+    assert len(result.sampled.token_ids) == 2
+    assert all(map(torch.equal, fixed, before))
 
 
 @settings(max_examples=24)

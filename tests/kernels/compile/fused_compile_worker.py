@@ -126,6 +126,14 @@ _LOOP_INSTRUCTIONS = (
     "STL",
 )
 _WIDTHS = ("128", "64", "U16", "S16", "U8")
+ROW_KERNELS = {
+    "gated_delta": (("gated_delta_step",), ("apply_rule_to_drafts", "normalize_drafts")),
+    "mamba2": (("step_mamba2",), ("step_drafts",)),
+    "short_conv": (("convolve_rows",), ("convolve_drafts",)),
+}
+"""Kernels of recurrent mixers for decode rows of one token, and those for rows with drafts, with the same sums."""
+_SUMS = re.compile(r"\}\) : \((tensor.*?)\) -> |tt\.reshape .* : (tensor.*?) -> ")
+_LAYOUT = re.compile(r"^(#\w+) = (#ttg\..*)$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +214,25 @@ class FusedCompiler(Compiler):
         """Run the code that launches the kernels, on small tensors or on large ones whose memory is never touched."""
         self.compiled = []
         getattr(self, f"_{job.operation}")(job, job.sm >= 90)
+
+    def _watch(self, backend: Any, stages: dict[str, Any], *rest: Any) -> None:
+        """Do what `Compiler._watch` does, and read the layouts of the sums of `ROW_KERNELS`."""
+        super()._watch(backend, stages, *rest)
+        if not any(self._function in names for it in ROW_KERNELS.values() for names in it):
+            return
+        lower, assemble, sums = stages["llir"], stages["cubin"], []
+
+        def lowered(module: Any, metadata: dict[str, Any]) -> Any:
+            sums.extend(layouts_of_sums(str(module)))
+            return lower(module, metadata)
+
+        def assembled(ptx: str, metadata: dict[str, Any]) -> bytes:
+            cubin: bytes = assemble(ptx, metadata)
+            assert self._fresh is not None
+            self._fresh["sums"] = sums
+            return cubin
+
+        stages["llir"], stages["cubin"] = lowered, assembled
 
     def count(self, sass: str) -> dict[str, int]:
         """Count global loads and stores by width, before and after the wait where there is one."""
@@ -515,6 +542,13 @@ class FusedCompiler(Compiler):
             else:
                 training.PORTABLE.forward(q, k, k, batch, problem)
                 training.PORTABLE.backward((q, lse), saved, batch, problem)
+
+
+def layouts_of_sums(ttgir: str) -> list[str]:
+    """Return the types of what a kernel adds up, sorted, with the layouts that decide the order of each sum."""
+    layouts = dict(_LAYOUT.findall(ttgir))
+    types = {"".join(found) for found in _SUMS.findall(ttgir)}
+    return sorted(re.sub(r"#\w+\b(?!\.)", lambda it: layouts.get(it[0], it[0]), it) for it in types)
 
 
 if __name__ == "__main__":

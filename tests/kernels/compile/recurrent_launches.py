@@ -43,9 +43,12 @@ MAMBA2 = {
 
 
 def launch_gated_delta(job: Any, _pdl: bool) -> None:
-    """Launch one decode row and one prompt; "float32" or "float16" in a job's features is the dtype."""
+    """Launch one decode row and one prompt; "float32" or "float16" in a job's features is the dtype.
+
+    Or, if "drafts" is among them, one decode row with a draft.
+    """
     dtype = next((it for it in ("float32", "float16") if it in job.around), "bfloat16")
-    sizes = GATED_DELTA[tuple(it for it in job.around if it != dtype)]
+    sizes = GATED_DELTA[tuple(it for it in job.around if it not in (dtype, "drafts"))]
     shape = GatedDeltaShape(*sizes, 4, 1e-6)
 
     def empty(*sizes: int) -> torch.Tensor:
@@ -62,25 +65,18 @@ def launch_gated_delta(job: Any, _pdl: bool) -> None:
         torch.empty(2, shape.num_heads, shape.key_dim, shape.value_dim),
     )
     tokens = 1 + job.tokens
-    segments = Segments(
-        1,
-        torch.empty(2, dtype=torch.int32),
-        torch.empty(tokens, dtype=torch.int64),
-        torch.empty((2, 2), dtype=torch.int32),
-        torch.empty(job.tokens, dtype=torch.int32),
-    )
     kernel(
         empty(tokens, shape.channels + shape.inner),
         empty(tokens, 2 * shape.num_heads),
         states,
-        segments,
+        _segments(job, keeps=True),
     )
 
 
 def launch_mamba2(job: Any, _pdl: bool) -> None:
-    """Launch one decode row and one prompt of Mamba-2; the dtype is as of `launch_gated_delta`."""
+    """Launch one decode row and one prompt of Mamba-2; the dtype and drafts are as of `launch_gated_delta`."""
     dtype = next((it for it in ("float32", "float16") if it in job.around), "bfloat16")
-    shape = MAMBA2[tuple(it for it in job.around if it not in (dtype, "keeps"))]
+    shape = MAMBA2[tuple(it for it in job.around if it not in (dtype, "keeps", "drafts"))]
     numbers = getattr(torch, dtype)
     heads = torch.empty(shape.num_heads)
     weights = RecurrentWeights(
@@ -104,7 +100,7 @@ def launch_mamba2(job: Any, _pdl: bool) -> None:
 
 
 def launch_short_conv(job: Any, _pdl: bool) -> None:
-    """Launch one decode row and one prompt of a gated short convolution in bfloat16."""
+    """Launch one decode row and one prompt of a gated short convolution in bfloat16, or a row with a draft."""
     shape = ShortConvShape(2048, 3)
     weights = RecurrentWeights(torch.empty((2048, 3), dtype=torch.bfloat16))
     projected = torch.empty((1 + job.tokens, 3 * 2048), dtype=torch.bfloat16)
@@ -112,12 +108,19 @@ def launch_short_conv(job: Any, _pdl: bool) -> None:
     ShortConv(shape, weights)(projected, None, states, _segments(job))
 
 
-def _segments(job: Any) -> Segments:
-    """Return one decode row and one prompt; states are kept within it if "keeps" is in a job's features."""
+def _segments(job: Any, *, keeps: bool = False) -> Segments:
+    """Return one decode row and one prompt; states are kept within it if "keeps" is in a job's features.
+
+    Or, if "drafts" is among them, one decode row with a draft.
+    """
+    drafts = "drafts" in job.around
+    tokens = job.tokens + (not drafts)
+    keeps = keeps or drafts or "keeps" in job.around
     return Segments(
-        1,
+        0 if drafts else 1,
         torch.empty(2, dtype=torch.int32),
-        torch.empty(1 + job.tokens, dtype=torch.int64),
-        torch.empty((2, 2), dtype=torch.int32),
-        torch.empty(job.tokens, dtype=torch.int32) if "keeps" in job.around else None,
+        torch.empty(tokens, dtype=torch.int64),
+        torch.empty((1 if drafts else 2, 2), dtype=torch.int32),
+        torch.empty(job.tokens, dtype=torch.int32) if keeps else None,
+        by_token=drafts,
     )

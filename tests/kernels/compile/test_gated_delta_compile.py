@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for 
 KERNELS = ("gated_delta_step", "solve_blocks", "carry_states", "gated_norm")
 ON_HOPPER = tuple(it.replace("carry_states", "carry_in_flight") for it in KERNELS)
 """But for heads of more than 128 and float32."""
+DRAFTS = ("apply_rule_to_drafts", "normalize_drafts", "convolve_drafts")
 PRODUCTS = {"solve_blocks": 14, "carry_states": 4, "carry_in_flight": 16}
 """Products of tiles, each at least one instruction of the tensor cores."""
 INSTRUCTIONS = {
@@ -50,6 +51,8 @@ JOBS = [
         for sm in (80, 90)
         for name in ("gated_delta_step", "solve_blocks", "carry_states")
     ),
+    *(job(sm, name, ("drafts",)) for sm in (80, 89, 90, 100) for name in DRAFTS),
+    *(job(90, name, (*around, "drafts")) for around in (*SIZES, LARGE) for name in DRAFTS[:2]),
 ]
 
 

@@ -37,12 +37,15 @@ def jobs_for(sm):
     every += [(("float32",), name) for name in ("prepare_blocks", *BLOCKS)]
     every += [((*around, "keeps"), "carry_states") for around in list(MAMBA2)[:2]]
     every += [(("keeps",), "convolve_prompts")]
+    every += [((*around, "drafts"), "step_drafts") for around in MAMBA2]
+    every += [(("drafts",), "convolve_drafts")]
     return [
         *(FusedJob(sm, "mamba2", around=it, tokens=64, function=name) for it, name in every),
         *(
             FusedJob(sm, "short_conv", tokens=64, function=name)
             for name in ("convolve_rows", "convolve_prompts")
         ),
+        FusedJob(sm, "short_conv", around=("drafts",), tokens=64, function="convolve_drafts"),
     ]
 
 

@@ -137,7 +137,7 @@ class Step:
         self.shape, self.dtype, sizes = shape, dtype, sizes_of(shape)
         self.weights = make_weights(shape, dtype, decay)
         self.sequences = [Sequence(1, 7, *pair) for pair in rows] + list(prompts)
-        self.rows, self.kept_slots = len(rows), None
+        self.rows, self.kept_slots, self.by_token = len(rows), None, False
         total = sum(it.length for it in self.sequences)
         self.projected = (torch.randn(total, sizes.projected) * spread).to(dtype)
         self.gates = None
@@ -160,6 +160,7 @@ class Step:
             torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
             torch.tensor(slots, dtype=torch.int32).view(-1, 2),
             self.kept_slots,
+            by_token=self.by_token,
         )
 
     @property
@@ -431,3 +432,46 @@ def variants():
         "no bias": change(MAMBA2, conv_bias=False),
         "two taps": change(MAMBA2, width=2),
     }
+
+
+def check_drafts(kernel: Any, shape, dtype=torch.float32):
+    """Assert that the tokens of rows with drafts, and the states after them, have the bits of rows of one token.
+
+    Args:
+        kernel: the class of the kernel.
+        shape: of the mixer.
+        dtype: of weights and inputs.
+    """
+    rows = [
+        Sequence(3, 9, 0, 2),
+        Sequence(0),
+        Sequence(1, 4, 3, 3),
+        Sequence(4, 0, NEW, 7),
+        Sequence(7, 30, 8, 10),
+        Sequence(2, 3, NEW, NEW),
+        Sequence(0),
+    ]
+    kept = {0: 0, 1: 1, 4: 4, 5: 5, 6: 6, 8: 8, 10: 9, 13: 11}
+    step = Step(shape, prompts=rows, dtype=dtype)
+    step.by_token = True
+    step.kept_slots = torch.full((len(step.projected),), NEW, dtype=torch.int32)
+    step.kept_slots[list(kept)] = torch.tensor(list(kept.values()), dtype=torch.int32)
+    computed = kernel(shape, step.weights)
+    states = in_slots(step.states)
+
+    out = step.compute(computed, states)
+
+    written = set()
+    for it, tokens in zip(step.sequences, step.tokens, strict=True):
+        now, read = in_slots(step.states), it.read
+        for token in range(tokens.start, tokens.stop):
+            write = NUM_SLOTS - 2 if token + 1 < tokens.stop else it.write
+            alone = Step(shape, [(read, write)], dtype=dtype)
+            alone.take(slice(0, 1), step, slice(token, token + 1))
+            assert torch.equal(alone.compute(computed, now)[0], out[token])
+            slot = kept.get(token, NEW) if token + 1 < tokens.stop else write
+            if slot >= 0:
+                written.add(slot)
+                assert_equal_states(states, slot, now, write)
+            read = write
+    assert_equal_slots(states, step.states, set(range(NUM_SLOTS)) - written)

@@ -20,6 +20,7 @@ from tests.kernels.recurrent.cases import (
     check_alone,
     check_decays,
     check_divided,
+    check_drafts,
     check_kept_blocks,
     check_mean_error,
     check_nothing_written,
@@ -123,6 +124,12 @@ def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(start
 @pytest.mark.parametrize("sizes", [(4, 2, 16, 16), (3, 1, 24, 40), (1, 1, 7, 5)], ids=str)
 def test_the_bits_of_a_row_do_not_depend_on_the_others(sizes):
     check_alone(GatedDelta, delta_shape(*sizes), 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("sizes", "width"), SIZES, ids=str)
+def test_rows_with_drafts_have_the_bits_of_single_rows(sizes, width, dtype):
+    check_drafts(GatedDelta, delta_shape(*sizes, width=width), dtype)
 
 
 def test_arrivals_are_counted_anew_in_each_launch():

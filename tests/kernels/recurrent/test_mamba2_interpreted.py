@@ -27,6 +27,7 @@ from tests.kernels.recurrent.cases import (
     check_alone,
     check_decays,
     check_divided,
+    check_drafts,
     check_kept_blocks,
     check_nothing_written,
     in_slots,
@@ -148,6 +149,25 @@ def test_states_kept_within_a_prompt_have_the_bits_of_those_after_a_prompt(kerne
 
 def test_the_bits_of_a_row_do_not_depend_on_the_others():
     check_alone(Mamba2, MAMBA2, 7)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHORT_CONV, ShortConvShape(20, 6, bias=True), ShortConvShape(300, 2)], ids=str
+)
+def test_rows_with_drafts_have_the_bits_of_single_rows_in_a_short_convolution(shape, dtype):
+    check_drafts(ShortConv, shape, dtype)
+
+
+@pytest.mark.parametrize("shape", variants().values(), ids=variants())
+def test_rows_with_drafts_have_the_bits_of_single_rows(shape):
+    check_drafts(Mamba2, shape)
+
+
+def test_more_tokens_than_counters_are_kept_for_have_the_same_bits(monkeypatch):
+    monkeypatch.setattr(mamba2_step, "_ROWS", 8)
+
+    check_drafts(Mamba2, MAMBA2, torch.float16)
 
 
 def test_an_object_computes_step_after_step():

@@ -73,6 +73,16 @@ def unsampled_token(length: int, block_size: int) -> SchedulerOutput:
     return _output((ScheduledSequence(sequence, length - 1, 1, num_logits=0),), ())
 
 
+def draft(block_size: int) -> SchedulerOutput:
+    """Return a step of a decode row with a draft of one token: recurrent mixers have other kernels for such rows.
+
+    Args:
+        block_size: tokens per block.
+    """
+    sequence = _sequence(2, block_size, _GREEDY)
+    return _output((ScheduledSequence(sequence, 0, 2, num_logits=2, draft=(0,)),), ())
+
+
 def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
     """Yield decode and prompt steps of 1, 2, 4, ... sequences up to the limit: kernels are compiled per power of two.
 

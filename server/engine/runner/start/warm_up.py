@@ -132,6 +132,8 @@ def _compute_first_steps(
     if on_gpu:
         _compute(runner, dummy_steps.longest_chunk(limits, block_size))
         _compute(runner, dummy_steps.short_prompt(block_size))
+        if runner.deterministic and min(limits.max_queries, limits.max_num_batched_tokens) > 1:
+            _compute(runner, dummy_steps.draft(block_size))
         counts = (*runner.model.row_counts, *_ROTATED_TOKENS)
         few = dummy_steps.few_rows(counts, limits, block_size)
         launched = launched_rows(runner.model.executors.problem(detect(runner.device)))

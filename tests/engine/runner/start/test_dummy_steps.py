@@ -7,6 +7,7 @@ import pytest
 from server.engine.core.limits import SchedulerConfig
 from server.engine.runner.start.dummy_steps import (
     crowds,
+    draft,
     few_rows,
     first_steps,
     largest_steps,
@@ -61,6 +62,13 @@ def test_an_unsampled_token_is_the_last_of_its_sequence(length):
 
     assert_sound(output, limits(), length)
     assert [(s.start, s.num_tokens, s.num_logits) for s in output.decode] == [(length - 1, 1, 0)]
+
+
+def test_a_draft_is_in_a_context_of_two_tokens():
+    output = draft(S)
+
+    assert_sound(output, limits(tokens=2, model_len=2, seqs=1), 2)
+    assert (output.num_tokens, output.decode.num_logits, output.decode.drafts) == (2, 2, [(0,)])
 
 
 @pytest.mark.parametrize(
