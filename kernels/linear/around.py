@@ -30,6 +30,9 @@ class Vectors(Protocol):
     def activate(self, x: Tensor, function: ActivationName, /, *, gated: bool) -> Tensor:
         """See `kernels.norms.pytorch.activate`."""
 
+    def multiply_by_sigmoid(self, x: Tensor, gate: Tensor, /) -> Tensor:
+        """See `kernels.norms.pytorch.multiply_by_sigmoid`."""
+
 
 def normalize(norm: Norm | LayerNorm | None, x: Tensor, by: Vectors) -> Tensor:
     """Normalize x, [..., C], unless there is no norm; differentiable if the functions `by` are."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -174,10 +174,13 @@ def _gathering(product: Callable[..., Tensor], order: Tensor | None) -> Callable
     return lambda x, *arguments: product(x.index_select(-1, order), *arguments)
 
 
-_VECTORS: Final = {norms.CPU_LIBRARY.name: cpu_library, norms.PYTORCH.name: pytorch}
+_VECTORS: Final[dict[str, Vectors]] = {
+    norms.CPU_LIBRARY.name: cpu_library,
+    norms.PYTORCH.name: pytorch,
+}
 
 
-def _vectors(problem: VectorProblem, arch: GPUArch) -> Any:  # noqa: ANN401 - `Vectors`, and an output gate
+def _vectors(problem: VectorProblem, arch: GPUArch) -> Vectors | None:
     """Return the functions of norms and activations that are no Triton kernels; None where they are."""
     return _VECTORS.get(select_vector(norms.REGISTRY, problem, arch).spec.name)
 
@@ -215,8 +218,7 @@ def bind_output_gate(
     """
     vectors = _vectors(problem, arch)
     if vectors is not None:
-        multiply: Callable[[Tensor, Tensor], Tensor] = vectors.multiply_by_sigmoid
-        return multiply
+        return vectors.multiply_by_sigmoid
     return functools.partial(multiply_by_sigmoid_on_gpu, pdl=may_depend(arch, device))
 
 
