@@ -211,7 +211,7 @@ def _memory(
 def slots_text(state_bytes: int, num_snapshots: int, adapter_bytes: int) -> str:
     """Return a part of a list of what takes memory; empty without states of fixed size and adapters."""
     parts = {
-        f"states of sequences and {num_snapshots} snapshots": state_bytes,
+        f"states of sequences, of drafts and {num_snapshots} snapshots": state_bytes,
         "slots for adapters": adapter_bytes,
     }
     return "".join(f", {name} {it / GIB:.2f} GiB" for name, it in parts.items() if it)

@@ -345,7 +345,9 @@ def test_plans_and_sizes_count_the_states_and_name_the_part_that_executors_do_no
     assert plan["deterministic"]["requests"] == "none"
     assert "no deterministic Toy" in plan["deterministic"]["why"]
     assert "a token and 1 KiB a sequence" in tessera("plan", "--arch=h100", *where)
-    assert "states of sequences and 32 snapshots 0.00 GiB" in " ".join(tessera(*size).split())
+    assert "states of sequences, of drafts and 32 snapshots 0.00 GiB" in " ".join(
+        tessera(*size).split()
+    )
 
 
 def problem(folder, arch):

@@ -53,10 +53,11 @@ def kv_cache_size(
 
 def slots_text(demand: KVCacheDemand, num_snapshots: int) -> str:
     """Describe the slots for states of fixed size."""
-    count = demand.num_seqs + num_snapshots
+    count = demand.num_running_slots + num_snapshots
     return (
         f"states of fixed size take {count * demand.slot_bytes / GIB:.2f} GiB of that: {demand.num_seqs} for running "
-        f"sequences and {num_snapshots} for snapshots of the prefix cache (--state-snapshots), "
+        f"sequences, {demand.num_drafted} for drafts (--max-draft-tokens) and {num_snapshots} for snapshots of the "
+        "prefix cache (--state-snapshots), "
         f"{demand.slot_bytes / MIB:.2f} MiB each"
     )
 
