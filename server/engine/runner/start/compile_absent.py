@@ -56,8 +56,10 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
             )
             model.optimize()
             model.unmeasured_kernels = config.unmeasured_kernels
-            chunk = state_kernels(model.network, model.dtype_name, arch).chunk
-            limits = step_limits(config, model_config, arch, chunk)
+            states = state_kernels(model.network, model.dtype_name, arch)
+            limits = step_limits(
+                config, model_config, arch, states.chunk, takes_drafts=states.several_queries
+            )
             model.reserve_positions(limits.max_model_len)
             for deterministic in (False, True):
                 runner = make_runner(model, config, num_blocks=1, deterministic=deterministic)

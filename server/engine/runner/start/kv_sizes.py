@@ -65,7 +65,7 @@ def kv_cache_demand(
         kept_bytes=kept_bytes,
         slot_bytes=state.slot_bytes,
         num_seqs=limits.max_num_seqs,
-        num_drafted=config.max_draft_tokens,
+        num_drafted=limits.max_queries - 1,
         requested_snapshots=config.state_snapshots if config.enable_prefix_caching else 0,
         allowance=allowance,
     )

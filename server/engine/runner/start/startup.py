@@ -118,7 +118,7 @@ def start_engine(
     if blocks.slots is not None:
         # States of layers that have chunks are too large to be kept more often, also where kernels need no chunks.
         if states.several_queries:
-            blocks.slots.reserve_for_drafts(config.max_draft_tokens)
+            blocks.slots.reserve_for_drafts(limits.max_queries - 1)
         blocks.slots.mark_unit = math.lcm(blocks.slots.unit, runner.kv_cache.spec.chunk)
     if config.state_snapshots is not None:
         _check_snapshots(config, runner)
@@ -291,8 +291,14 @@ def _load(config: EngineConfig, phases: Phases, endpoint: RankEndpoint | None) -
             dtype = resolve_dtype(config.dtype, model_config, device)
         name = str(dtype).removeprefix("torch.")
         network = shard_network(model_config.network, config.tensor_parallel)
-        chunk = state_kernels(network, name, detect(device)).chunk
-        limits = step_limits(config, model_config, detect(device), chunk)
+        states = state_kernels(network, name, detect(device))
+        limits = step_limits(
+            config,
+            model_config,
+            detect(device),
+            states.chunk,
+            takes_drafts=states.several_queries,
+        )
         threads = _set_threads(config, device, native=in_library or has_products)
         set_num_threads(threads)
     communicator = None

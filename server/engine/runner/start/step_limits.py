@@ -26,7 +26,12 @@ _GPU_SEQUENCES: Final = 256
 
 
 def step_limits(
-    config: EngineConfig, model: ModelConfig, arch: GPUArch, chunk: int
+    config: EngineConfig,
+    model: ModelConfig,
+    arch: GPUArch,
+    chunk: int,
+    *,
+    takes_drafts: bool = True,
 ) -> SchedulerConfig:
     """Return the operator's limits, with defaults for those that are not set.
 
@@ -36,6 +41,7 @@ def step_limits(
         arch: the processor.
         chunk: of its kernels for layers with a state of fixed size (`StateKernels.chunk`): steps divide prompts at
             multiples of so many tokens.
+        takes_drafts: whether decode rows may have drafts (`StateKernels.several_queries`).
 
     Raises:
         StartupError: the operator's limits are too low for prompts of layers with a state of fixed size.
@@ -62,7 +68,7 @@ def step_limits(
         max_num_batched_tokens=budget,
         max_model_len=config.max_model_len or model.max_context,
         max_prefill_tokens=prefill,
-        max_queries=1 + config.max_draft_tokens,
+        max_queries=1 + (config.max_draft_tokens if takes_drafts else 0),
     )
 
 
