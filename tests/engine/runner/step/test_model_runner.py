@@ -38,10 +38,11 @@ def make_runner(model, num_blocks=1):
 # Single-launch steps
 
 
-@pytest.mark.parametrize("budget", [1, 3, 64])
+# A budget of 1 makes each of four prompt tokens a decode row, one of 3 the last one, and six tokens are generated.
+@pytest.mark.parametrize(("budget", "plain"), [(1, 9), (3, 6), (64, 5)])
 @pytest.mark.parametrize("scored", [False, True], ids=["plain", "scored"])
-def test_only_a_step_that_samples_one_token_is_a_single_launch(
-    checkpoint, budget, scored, monkeypatch
+def test_only_steps_of_a_token_that_is_not_scored_are_single_launches(
+    checkpoint, budget, plain, scored, monkeypatch
 ):
     requests = [greedy(0, [5, 6, 7, 8], 6, prompt_logprobs=scored)]
     changes = {"max_num_seqs": 1, "max_num_batched_tokens": budget}
@@ -57,11 +58,11 @@ def test_only_a_step_that_samples_one_token_is_a_single_launch(
     launches.clear()
 
     assert engine.generate(requests) == expected
-    assert len(launches) == (6 if budget < 4 and not scored else 5)
+    assert len(launches) == (5 if scored else plain)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_a_step_of_as_many_sequences_as_a_kernel_has_rows_is_a_single_launch(
+def test_a_step_of_few_sequences_is_a_single_launch_of_as_many_rows_or_the_next_power_of_two(
     checkpoint, count, monkeypatch
 ):
     requests = [greedy(i, [5 + i, 6, 7, 8], 6) for i in range(count)]
@@ -78,7 +79,7 @@ def test_a_step_of_as_many_sequences_as_a_kernel_has_rows_is_a_single_launch(
     launches.clear()
 
     assert engine.generate(requests) == expected
-    assert set(launches) == ({count} if count != 3 else set())
+    assert set(launches) == ({count} if count != 3 else {4})
 
 
 @pytest.mark.parametrize(
