@@ -21,6 +21,7 @@ from kernels.weight_format import FP8_ROWS, INT4_GROUPS, INT8_GROUPS
 from model.checkpoint.config import ModelConfig
 from model.decoder import DecoderLM
 from model.executors import single_launch
+from model.executors.bound import deterministic_unsupported
 from model.executors.columns import Bucket
 from model.executors.layers.binder import projections
 from model.executors.layers.layer_kernels import layer_kernels
@@ -103,6 +104,9 @@ def test_the_kernels_of_a_step_are_those_that_a_model_binds(shape, monkeypatch):
         monkeypatch.setattr(model.network.parameters, "detect", lambda _device, arch=arch: arch)
         made.optimize()
         for deterministic in (False, True):
+            if deterministic and deterministic_unsupported(made, arch, 16):
+                assert (shape, dtype) == ("falcon-h1-1.5b", "float32")  # too wide a state
+                continue
             plan = explain_model(made, 16, arch, deterministic=deterministic)
             bound = made.executors.layers.kernels(deterministic=deterministic)
             for step in plan.steps:
