@@ -64,8 +64,8 @@ class EngineSettings:
             bits, where nearly all models have it without this; slower on a GPU.
         max_draft_tokens: tokens that are proposed at once to follow those of a sequence, where an earlier text goes on
             so, and computed in one step; replies stay the same bytes. The number used follows from what they save;
-            0 proposes none. For deterministic requests, which on a CPU with weights in 8 or 4 bits all are of nearly
-            all models, and on Hopper in steps of few tokens for all.
+            0 proposes none. For deterministic requests, which are all requests of nearly all models on a CPU with
+            weights in 8 or 4 bits, and on Hopper in steps of few tokens for all.
         max_loras: adapters of one step, each in a slot on the device; requests for others wait for a slot; 0 takes
             none; default: 8 with --lora-modules or --lora-folder, otherwise 0.
         max_lora_rank: largest rank of an adapter, for which the slots have memory.

@@ -402,10 +402,10 @@ def test_the_slots_of_a_draft_are_free_again_but_that_of_the_last_right_token():
     assert not held.drafts
     assert slots.num_free == 5
 
-    own = held.write
+    written = held.write
     assert slots.lend(held, 9) == 5
     assert not slots.accept(held, 0)
-    assert held.write == own
+    assert held.write == written
     slots.check_invariants([held], ())
     slots.lend(held, 2)
     slots.free(held)
